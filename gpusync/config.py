@@ -1,0 +1,87 @@
+"""Settings: the only reader of ``os.environ`` for gpusync's own variables.
+
+Arguments beat the environment; the environment beats the defaults below. Every field can be set as
+``GPUSYNC_<FIELD IN CAPITALS>``; README's table lists them and a test keeps the two equal.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Caps and timeouts, read once per operation.
+
+    Parameters
+    ----------
+    threads
+        Host threads that fold tensors; 0 means one per usable core, at most 8.
+    piece_bytes
+        Bytes of a tensor worked on at a time per thread; of the order of an L2 cache.
+    max_open_files
+        Published shards held open at once.
+    max_index_bytes, max_header_bytes
+        Largest index and safetensors header that are read at all.
+    change_list_bytes
+        Cap on the change lists of one prepared update in host memory.
+    source_retries
+        How often a read that failed with EIO, ESTALE or ETIMEDOUT is tried again on a fresh descriptor.
+    hook_timeout_seconds
+        How long a pre-read hook may take.
+    swap
+        "auto": stage a second copy where there is room, else roll shard by shard; "staged" or "rolling" force one.
+    reserve_bytes
+        Free space that staging leaves on the local disk.
+    """
+
+    threads: int = 0
+    piece_bytes: int = _MIB // 2
+    max_open_files: int = 64
+    max_index_bytes: int = 256 * _MIB
+    max_header_bytes: int = 100_000_000
+    change_list_bytes: int = 2048 * _MIB
+    source_retries: int = 2
+    hook_timeout_seconds: float = 600.0
+    swap: str = "auto"
+    reserve_bytes: int = 64 * _MIB
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> Settings:
+        """Return the settings of this process.
+
+        Raises
+        ------
+        ValueError
+            A variable does not parse as its field's type, or is out of range.
+        """
+        environ = os.environ if environ is None else environ
+        values: dict[str, int | float | str] = {}
+        for field in fields(cls):
+            name = f"GPUSYNC_{field.name.upper()}"
+            if name not in environ:
+                continue
+            kind = type(field.default)
+            try:
+                values[field.name] = kind(environ[name])
+            except ValueError as err:
+                raise ValueError(f"{name}={environ[name]!r} is not a {kind.__name__}") from err
+        return cls(**values)  # type: ignore[arg-type]
+
+    def __post_init__(self) -> None:
+        if self.swap not in ("auto", "staged", "rolling"):
+            raise ValueError(f"swap is {self.swap!r}, not auto, staged or rolling")
+        if self.piece_bytes < 4096 or self.piece_bytes % 4096:
+            raise ValueError(f"piece_bytes is {self.piece_bytes}, not a positive multiple of 4096")
+        for name in ("threads", "source_retries", "reserve_bytes"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is negative")
+
+    @property
+    def workers(self) -> int:
+        """Threads to use: ``threads``, or one per usable core, at most 8."""
+        return self.threads or min(8, len(os.sched_getaffinity(0)))

@@ -1,0 +1,250 @@
+"""Every file operation of gpusync, one thin function each, and nothing else.
+
+Callers use ``fsio.name(...)`` and never ``os`` or ``open``, so that a test can put an error, a short read or a
+kill at each operation by replacing the functions listed in ``OPERATIONS``. Functions raise OSError as the system
+gives it; callers turn it into the error their caller can act on. EINTR is retried by the interpreter (PEP 475);
+short reads and writes are resumed here.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+READ_OPERATIONS = ("open_regular", "pread_into", "fstat", "lstat", "list_dir")
+WRITE_OPERATIONS = (
+    "create",
+    "allocate",
+    "pwrite",
+    "fsync",
+    "fsync_dir",
+    "rename",
+    "unlink",
+    "make_dir",
+    "remove_dir",
+)
+OPERATIONS = READ_OPERATIONS + WRITE_OPERATIONS
+
+
+def open_regular(path: Path) -> int:
+    """Open a regular file for reading and return its descriptor, owned by the caller.
+
+    Links are followed (callers that must not, look first). A FIFO or device never blocks and is refused.
+
+    Raises
+    ------
+    OSError
+        As the system says; EINVAL where the path is not a regular file.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return fd
+
+
+def pread_into(fd: int, buffer: memoryview, offset: int) -> int:
+    """Fill ``buffer`` from file position ``offset``; return the bytes read, fewer only at the end of the file."""
+    done = 0
+    while done < len(buffer):
+        count = os.preadv(fd, [buffer[done:]], offset + done)
+        if count == 0:
+            break
+        done += count
+    return done
+
+
+def fstat(fd: int) -> os.stat_result:
+    return os.fstat(fd)
+
+
+def lstat(path: Path) -> os.stat_result:
+    return os.lstat(path)
+
+
+def list_dir(path: Path) -> list[str]:
+    """Return the names in a folder, sorted."""
+    return sorted(os.listdir(path))
+
+
+def create(path: Path, mode: int = 0o644) -> int:
+    """Create a new file for reading and writing; an old one of that name is unlinked first, never written through."""
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        pass
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    os.fchmod(fd, mode)
+    return fd
+
+
+def allocate(fd: int, nbytes: int) -> None:
+    """Reserve ``nbytes`` of disk for the file and set its size, so that later writes cannot meet ENOSPC."""
+    if nbytes:
+        os.posix_fallocate(fd, 0, nbytes)
+
+
+def pwrite(fd: int, buffer: memoryview, offset: int) -> None:
+    """Write all of ``buffer`` at file position ``offset``."""
+    done = 0
+    while done < len(buffer):
+        done += os.pwrite(fd, buffer[done:], offset + done)
+
+
+def fsync(fd: int) -> None:
+    os.fsync(fd)
+
+
+def fsync_dir(path: Path) -> None:
+    """Make the names in a folder durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def rename(old: Path, new: Path) -> None:
+    """Rename within one file system, replacing ``new``."""
+    os.replace(old, new)
+
+
+def unlink(path: Path) -> None:
+    """Remove a name; one that is already gone is fine."""
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        pass
+
+
+def make_dir(path: Path) -> None:
+    """Create a folder and its parents; one that is already there is fine."""
+    os.makedirs(path, exist_ok=True)
+
+
+def remove_dir(path: Path) -> None:
+    """Remove an empty folder; one that is already gone is fine."""
+    try:
+        os.rmdir(path)
+    except FileNotFoundError:
+        pass
+
+
+def close(fd: int) -> None:
+    os.close(fd)
+
+
+def free_bytes(path: Path) -> int:
+    """Return the bytes that this user can still allocate on the folder's file system."""
+    info = os.statvfs(path)
+    return info.f_bavail * info.f_frsize
+
+
+def advise_willneed(fd: int, offset: int, nbytes: int) -> None:
+    """Start reading a range ahead of its use, where the platform can."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
+
+
+def try_flock(fd: int) -> bool:
+    """Take an exclusive flock without waiting; False where another holds it."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def open_lock_file(path: Path) -> int:
+    """Open (or create) a lock file for reading and writing; its content is kept until the lock is held."""
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+
+
+def truncate(fd: int, nbytes: int) -> None:
+    os.ftruncate(fd, nbytes)
+
+
+# ---- composed of the operations above ---------------------------------------------------------------
+
+
+def read_file(path: Path, max_bytes: int) -> bytes:
+    """Return a regular file's bytes.
+
+    Raises
+    ------
+    OSError
+        EFBIG where it holds more than ``max_bytes``; nothing of that size is allocated.
+    """
+    fd = open_regular(path)
+    try:
+        nbytes = fstat(fd).st_size
+        if nbytes > max_bytes:
+            raise OSError(errno.EFBIG, f"{nbytes} bytes, over the cap of {max_bytes}", str(path))
+        buffer = bytearray(nbytes)
+        got = pread_into(fd, memoryview(buffer), 0)
+        return bytes(buffer[:got])
+    finally:
+        close(fd)
+
+
+def write_file(path: Path, data: bytes, *, durable: bool, mode: int = 0o644) -> None:
+    """Replace a small file by a new one: written beside it, fsynced, renamed over it, folder fsynced."""
+    temporary = path.with_name(path.name + ".tmp")
+    fd = create(temporary, mode)
+    try:
+        pwrite(fd, memoryview(data), 0)
+        if durable:
+            fsync(fd)
+    finally:
+        close(fd)
+    rename(temporary, path)
+    if durable:
+        fsync_dir(path.parent)
+
+
+def write_json(path: Path, value: Any, *, durable: bool) -> None:
+    """``write_file`` of a JSON document."""
+    write_file(path, json.dumps(value, indent=1).encode() + b"\n", durable=durable)
+
+
+def exists(path: Path) -> bool:
+    """True where the name is there, whatever it is (a dangling link is there)."""
+    try:
+        lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a folder of ours with everything in it; links in it are removed, never followed."""
+    try:
+        names = list_dir(path)
+    except FileNotFoundError:
+        return
+    for name in names:
+        child = path / name
+        if stat.S_ISDIR(lstat(child).st_mode):
+            remove_tree(child)
+        else:
+            unlink(child)
+    remove_dir(path)
+
+
+def regular_files(path: Path) -> Iterator[str]:
+    """Yield the names of a folder's top-level files (links to files included; folders are not)."""
+    for name in list_dir(path):
+        mode = lstat(path / name).st_mode
+        if stat.S_ISLNK(mode):
+            try:
+                mode = os.stat(path / name).st_mode
+            except OSError:
+                continue
+        if stat.S_ISREG(mode):
+            yield name
