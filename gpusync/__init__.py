@@ -15,16 +15,16 @@ if TYPE_CHECKING:
     from gpusync.chain import Chain, open_chain
     from gpusync.errors import *  # noqa: F403
     from gpusync.publish import Publisher
-    from gpusync.pull import pull
+    from gpusync.disk import pull
     from gpusync.types import AttachReport, PullReport, UpdateReport, VerifyReport
-    from gpusync.verify import verify
+    from gpusync.scrub import verify
 
 _HOMES = {
     "gpusync.apply": ("Update", "apply_to_model", "attach", "live_version", "prepare", "warmup"),
     "gpusync.chain": ("Chain", "open_chain"),
     "gpusync.publish": ("Publisher",),
-    "gpusync.pull": ("pull",),
-    "gpusync.verify": ("verify",),
+    "gpusync.disk": ("pull",),
+    "gpusync.scrub": ("verify",),
     "gpusync.types": ("AttachReport", "Progress", "PullReport", "UpdateReport", "VerifyReport"),
     "gpusync.errors": (
         "BaseMismatchError",
