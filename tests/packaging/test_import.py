@@ -1,0 +1,59 @@
+"""What ``import gpusync`` costs and offers, each checked in a fresh interpreter."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gpusync
+from gpusync import errors
+
+HEAVY = ("torch", "cupy", "numpy", "typer", "rich", "starlette", "uvicorn", "zstandard", "xxhash")
+
+
+def run_python(code: str, cwd: Path) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_import_loads_no_heavy_library(repository: Path) -> None:
+    code = f"import sys, gpusync; print([name for name in {HEAVY!r} if name in sys.modules])"
+    assert run_python(code, repository) == "[]"
+
+
+def test_errors_and_reports_load_no_heavy_library(repository: Path) -> None:
+    code = (
+        "import sys, gpusync\n"
+        "gpusync.ChainError, gpusync.PullReport\n"
+        f"print([name for name in {HEAVY!r} if name in sys.modules])"
+    )
+    assert run_python(code, repository) == "[]"
+
+
+def test_every_public_name_resolves(repository: Path) -> None:
+    code = (
+        "import gpusync\n"
+        "print([n for n in gpusync.__all__ if n[0] != '_' and getattr(gpusync, n).__name__ != n])"
+    )
+    assert run_python(code, repository) == "[]"
+
+
+def test_every_error_class_is_public() -> None:
+    defined = {
+        name
+        for name, value in vars(errors).items()
+        if isinstance(value, type) and issubclass(value, errors.GpuSyncError)
+    }
+    assert defined <= set(gpusync.__all__)
+    assert defined <= set(dir(gpusync))
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no_such_name"):
+        gpusync.no_such_name  # noqa: B018
