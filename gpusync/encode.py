@@ -1,0 +1,182 @@
+"""From two versions of a tensor's bytes to a delta payload, and from a payload to a zstd blob.
+
+Pure: arrays and bytes in, arrays and bytes out. The three payload layouts are those of the published format:
+
+========== ==================================================================================
+xor        as long as the tensor: old XOR new
+overwrite  u32 count, count u32 byte positions, count new bytes
+xor_sparse u64 count, count u64 byte positions, strictly increasing, count bytes of old XOR new
+========== ==================================================================================
+
+Numbers are little endian. A long tensor may be searched piece by piece (`find_changes`) and its payload built from
+the pieces; the one-call functions are the same with one piece.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import zstandard
+from numpy.typing import NDArray
+
+from gpusync.errors import ChainError
+from gpusync.types import Encoding
+
+Bytes = NDArray[np.uint8]
+Buffer = bytes | bytearray | memoryview
+
+MAX_OVERWRITE_NBYTES = 1 << 32
+MIN_FRAME_BYTES = 64 << 10
+MAX_FRAME_BYTES = 1 << 20
+SEEK_TABLE_MAGIC = 0x184D2A5E
+SEEKABLE_MAGIC = 0x8F92EAB1
+
+_local = threading.local()
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """Changed bytes of one piece of a tensor.
+
+    ``positions`` are int64 byte positions in the tensor, increasing; ``values`` are the bytes that the encoding
+    stores for them (new bytes, or old XOR new).
+    """
+
+    positions: NDArray[np.int64]
+    values: Bytes
+
+
+def any_nonzero(piece: Bytes) -> bool:
+    """True where a contiguous piece holds a byte that is not zero; read eight bytes at a time."""
+    whole = piece.size & ~7
+    return bool(piece[:whole].view(np.uint64).any()) or bool(piece[whole:].any())
+
+
+def find_changes(delta: Bytes, new: Bytes, offset: int, encoding: Encoding) -> Changes:
+    """Return where a piece of old XOR new is not zero, with the values that ``encoding`` stores.
+
+    Parameters
+    ----------
+    delta, new
+        One piece of old XOR new, and the same piece of the new tensor.
+    offset
+        Byte position of the piece in the tensor.
+    """
+    where = np.flatnonzero(delta)
+    values = new[where] if encoding == "overwrite" else delta[where]
+    return Changes(where.astype(np.int64, copy=False) + offset, values)
+
+
+def build_sparse_payload(encoding: Encoding, pieces: Sequence[Changes]) -> bytearray:
+    """Return the overwrite or xor_sparse payload of a tensor from its pieces, which come in order of position."""
+    count = sum(piece.positions.size for piece in pieces)
+    head, width = ("<I", 4) if encoding == "overwrite" else ("<Q", 8)
+    start = struct.calcsize(head)
+    payload = bytearray(start + count * (width + 1))
+    struct.pack_into(head, payload, 0, count)
+    positions = np.frombuffer(payload, f"<u{width}", count, start)
+    values = np.frombuffer(payload, np.uint8, count, start + count * width)
+    done = 0
+    for piece in pieces:
+        upto = done + piece.positions.size
+        positions[done:upto] = piece.positions
+        values[done:upto] = piece.values
+        done = upto
+    return payload
+
+
+def encode_xor(old: Bytes, new: Bytes) -> Bytes:
+    """Return old XOR new, a new array."""
+    return np.bitwise_xor(old, new)
+
+
+def encode_overwrite(old: Bytes, new: Bytes) -> bytearray:
+    """Return the overwrite payload.
+
+    Raises
+    ------
+    ChainError
+        The tensor is longer than u32 positions reach.
+    """
+    check_overwrite_nbytes(new.size)
+    return build_sparse_payload(
+        "overwrite", [find_changes(encode_xor(old, new), new, 0, "overwrite")]
+    )
+
+
+def encode_xor_sparse(old: Bytes, new: Bytes) -> bytearray:
+    """Return the xor_sparse payload."""
+    return build_sparse_payload(
+        "xor_sparse", [find_changes(encode_xor(old, new), new, 0, "xor_sparse")]
+    )
+
+
+def check_overwrite_nbytes(nbytes: int, tensor: str | None = None) -> None:
+    """Refuse a tensor whose bytes the u32 positions of ``overwrite`` cannot all reach.
+
+    Raises
+    ------
+    ChainError
+        ``nbytes`` is 2**32 or more.
+    """
+    if nbytes >= MAX_OVERWRITE_NBYTES:
+        raise ChainError(
+            "overwrite cannot address this tensor. Publish with encoding xor or xor_sparse.",
+            tensor=tensor,
+            expected=f"under {MAX_OVERWRITE_NBYTES} bytes",
+            got=nbytes,
+        )
+
+
+def new_compressor(level: int = 1) -> zstandard.ZstdCompressor:
+    """Return this thread's compressor: content size in the header, no frame checksum, no dictionary."""
+    compressors: dict[int, zstandard.ZstdCompressor] = _local.__dict__.setdefault("by_level", {})
+    if level not in compressors:
+        compressors[level] = zstandard.ZstdCompressor(
+            level=level, write_content_size=True, write_checksum=False
+        )
+    return compressors[level]
+
+
+def compress_single(payload: Buffer, level: int = 1) -> bytes:
+    """Return the payload as one zstd frame."""
+    return new_compressor(level).compress(payload)
+
+
+def compress_frames(payload: Bytes, frame_bytes: int, level: int = 1) -> list[bytes]:
+    """Return the payload as independent frames of ``frame_bytes`` each, the last one shorter."""
+    compress = new_compressor(level).compress
+    return [
+        compress(payload.data[begin : begin + frame_bytes])
+        for begin in range(0, max(payload.size, 1), frame_bytes)
+    ]
+
+
+def build_seek_table(frames: Sequence[bytes], frame_bytes: int, content_nbytes: int) -> bytes:
+    """Return the skippable frame that closes a blob in the Zstandard Seekable Format.
+
+    Entries are (compressed size, content size) as u32, without checksums; the footer is the count, a descriptor
+    byte of 0, and the magic (facebook/zstd, contrib/seekable_format).
+    """
+    sizes = np.empty((len(frames), 2), "<u4")
+    sizes[:, 0] = [len(frame) for frame in frames]
+    sizes[:, 1] = frame_bytes
+    sizes[-1, 1] = content_nbytes - (len(frames) - 1) * frame_bytes
+    footer = struct.pack("<IBI", len(frames), 0, SEEKABLE_MAGIC)
+    return (
+        struct.pack("<II", SEEK_TABLE_MAGIC, sizes.nbytes + len(footer)) + sizes.tobytes() + footer
+    )
+
+
+def compress_seekable(payload: Buffer, frame_bytes: int, level: int = 1) -> bytes:
+    """Return the payload as independent zstd frames and a seek table.
+
+    Readers that cross frames decode it as one stream; others stop after the first frame.
+    """
+    content = np.frombuffer(payload, np.uint8)
+    frames = compress_frames(content, frame_bytes, level)
+    return b"".join([*frames, build_seek_table(frames, frame_bytes, content.size)])
