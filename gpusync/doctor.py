@@ -1,0 +1,189 @@
+"""What this machine offers gpusync: versions, limits, file systems, and which device path will be used and why."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import platform
+import resource
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gpusync
+from gpusync import fsio
+from gpusync.config import Settings
+from gpusync.types import Report
+
+_PACKAGES = {
+    "torch": ("torch",),
+    "numpy": ("numpy",),
+    "zstandard": ("zstandard",),
+    "xxhash": ("xxhash",),
+    "safetensors": ("safetensors",),
+    "blake3": ("blake3",),
+    "cupy": ("cupy-cuda12x", "cupy-cuda13x", "cupy"),
+    "nvcomp": ("nvidia-nvcomp-cu12", "nvidia-nvcomp-cu13"),
+}
+_NETWORK_FILE_SYSTEMS = frozenset(
+    {"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "ceph", "glusterfs", "9p", "beegfs"}
+)
+_DRIVER_FILE = Path("/proc/driver/nvidia/version")
+_MOUNTS_FILE = Path("/proc/self/mountinfo")
+_SMALL_FILE_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A folder's file system. ``free_bytes`` is what this user can still write."""
+
+    path: str
+    file_system: str
+    free_bytes: int
+
+
+@dataclass(frozen=True)
+class Diagnosis(Report):
+    """What ``diagnose`` found.
+
+    Parameters
+    ----------
+    packages
+        Package to version, None where it is not installed.
+    driver, gpus
+        NVIDIA driver version and GPU names as torch sees them.
+    memlock_bytes
+        Limit on locked memory, None for no limit.
+    device
+        The path that ``device="auto"`` takes here.
+    why_not_more
+        One reason for each faster path that is not taken.
+    warnings
+        What will hurt: a network file system under a lock, a missing digest package.
+    """
+
+    gpusync: str
+    python: str
+    platform: str
+    packages: dict[str, str | None]
+    driver: str | None
+    gpus: tuple[str, ...]
+    memlock_bytes: int | None
+    cores: int
+    settings: dict[str, Any]
+    folders: tuple[Folder, ...]
+    device: str
+    why_not_more: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
+
+
+def diagnose(folders: tuple[Path, ...]) -> Diagnosis:
+    """Look at this process, this machine and the given folders; changes nothing.
+
+    Raises
+    ------
+    OSError
+        A folder is not there.
+    """
+    packages = {name: installed_version(names) for name, names in _PACKAGES.items()}
+    gpus, gpu_problem = _gpus() if packages["torch"] is not None else ((), "torch is not installed")
+    found = tuple(look_at_folder(folder) for folder in folders)
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return Diagnosis(
+        gpusync=gpusync.__version__,
+        python=platform.python_version(),
+        platform=platform.platform(),
+        packages=packages,
+        driver=_driver_version(),
+        gpus=gpus,
+        memlock_bytes=None if limit == resource.RLIM_INFINITY else limit,
+        cores=len(os.sched_getaffinity(0)),
+        settings=vars(Settings.from_env()).copy(),
+        folders=found,
+        device="cpu",
+        why_not_more=_why_not_cuda(gpu_problem),
+        warnings=_warnings(packages, found),
+    )
+
+
+def installed_version(distributions: tuple[str, ...]) -> str | None:
+    """Return the version of the first of these distributions that is installed."""
+    for name in distributions:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def look_at_folder(folder: Path) -> Folder:
+    """Return the file system that a folder lies on."""
+    real = Path(os.path.realpath(folder))
+    free = fsio.free_bytes(real)
+    try:
+        mounts = fsio.read_file(_MOUNTS_FILE, _SMALL_FILE_BYTES).decode("utf-8", "replace")
+    except OSError:
+        mounts = ""
+    return Folder(str(real), parse_file_system(mounts, real), free)
+
+
+def parse_file_system(mountinfo: str, path: Path) -> str:
+    """Return the type of the file system that ``path`` lies on, from the text of /proc/self/mountinfo (proc(5))."""
+    best, kind = -1, "unknown"
+    for line in mountinfo.splitlines():
+        before, _, after = line.partition(" - ")
+        fields = before.split()
+        if len(fields) < 5 or not after.split():
+            continue
+        point = Path(fields[4].replace("\\040", " "))
+        # The last mount on a path hides the ones before it, so equal depth takes over.
+        if path.is_relative_to(point) and len(point.parts) >= best:
+            best, kind = len(point.parts), after.split()[0]
+    return kind
+
+
+def _gpus() -> tuple[tuple[str, ...], str | None]:
+    """Return the GPUs that torch sees, or why it sees none."""
+    try:
+        torch: Any = importlib.import_module("torch")
+        if not torch.cuda.is_available():
+            built = torch.version.cuda
+            return (), (
+                f"torch is a CUDA {built} build and finds no usable GPU"
+                if built
+                else "torch is a CPU build"
+            )
+        names = tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+    except (ImportError, OSError, RuntimeError) as err:
+        return (), f"torch cannot say: {err}"
+    return names, None
+
+
+def _driver_version() -> str | None:
+    try:
+        text = fsio.read_file(_DRIVER_FILE, _SMALL_FILE_BYTES).decode("utf-8", "replace")
+    except OSError:
+        return None
+    words = text.partition("Kernel Module")[2].split()
+    return next((word for word in words if word[0].isdigit()), None)
+
+
+def _why_not_cuda(gpu_problem: str | None) -> tuple[str, ...]:
+    reasons = ["cuda: the CUDA path is not part of this release"]
+    if gpu_problem is not None:
+        reasons.append(f"cuda: {gpu_problem}")
+    return tuple(reasons)
+
+
+def _warnings(packages: dict[str, str | None], folders: tuple[Folder, ...]) -> tuple[str, ...]:
+    found = []
+    if packages["blake3"] is None:
+        found.append("blake3 is not installed: versions published with it cannot be checked")
+    for folder in folders:
+        if folder.file_system in _NETWORK_FILE_SYSTEMS:
+            found.append(
+                f"{folder.path} lies on {folder.file_system}: fine for a source, but a local checkpoint needs a "
+                "local file system (its lock is one host's)"
+            )
+    return tuple(found)

@@ -1,0 +1,166 @@
+"""Reports as tables, for people at a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from gpusync.console import human_bytes, print_line, print_table
+from gpusync.doctor import Diagnosis
+from gpusync.outcome import describe_pull
+from gpusync.survey import Survey, VersionRow
+from gpusync.types import PullReport, StageTimes, VerifyReport
+
+if TYPE_CHECKING:  # the demo loads torch
+    from gpusync.demo import DemoResult
+
+
+def show_pull(report: PullReport) -> None:
+    """Print what a pull did, and where its time went."""
+    print_line(describe_pull(report))
+    if report.outcome in ("unchanged", "stale"):
+        return
+    healed = len(report.tensors_healed)
+    print_line(
+        f"{report.tensors_changed} tensors changed, {report.tensors_copied} copied, {healed} healed; "
+        f"read {human_bytes(report.wire_bytes)}, wrote {human_bytes(report.written_bytes)} "
+        f"in {report.seconds:.2f} s; swap {report.swap}, seed {report.seed}, "
+        f"{'durable' if report.durable else 'not fsynced'}"
+    )
+    show_stages("stages", report.stages)
+    _show_notes(report.notes)
+    if report.unverified_source:
+        versions = ", ".join(map(str, report.unverified_source))
+        print_line(f"note: full versions carry no digests to check against: {versions}")
+
+
+def show_stages(title: str, stages: StageTimes) -> None:
+    """Print seconds and bytes per stage; a stage that only counts bytes is shown too."""
+    names = dict.fromkeys([*stages.seconds, *stages.bytes])
+    rows = [
+        (name, stages.seconds.get(name, 0.0), human_bytes(stages.bytes.get(name, 0)))
+        for name in names
+    ]
+    print_table(title, ("stage", "seconds", "bytes"), rows)
+
+
+def show_survey(found: Survey) -> None:
+    """Print the versions of a source folder and how they hang together."""
+    print_table(
+        found.source_dir,
+        ("version", "kind", "encoding", "tensors", "bytes", "ratio", "frames/blob", "state"),
+        [_version_cells(row) for row in found.versions],
+    )
+    for row in found.versions:
+        if row.problem is not None:
+            print_line(f"version {row.version}: {row.problem}")
+    if found.marker is not None:
+        print_line(f"checkpoint: marker {found.marker}, applied version {found.applied_version}")
+    print_line(f"newest full version: {_or_none(found.seed_version)}")
+    print_line(f"newest version that a pull reaches: {_or_none(found.newest_ready)}")
+    if found.gaps:
+        print_line(f"missing versions: {', '.join(map(str, found.gaps))}")
+
+
+def show_verify(report: VerifyReport, message: str) -> None:
+    """Print what a scrub found."""
+    print_line(
+        f"{message}; {human_bytes(report.nbytes)} in {report.seconds:.2f} s against "
+        f"{report.evidence} digests, {report.unproven} without any"
+    )
+    if report.bad:
+        print_table(
+            "bad tensors",
+            ("file", "tensor", "expected", "got"),
+            [(bad.file, bad.tensor, bad.expected, bad.got) for bad in report.bad],
+        )
+    _show_notes(report.notes)
+
+
+def show_diagnosis(found: Diagnosis) -> None:
+    """Print what this machine offers."""
+    memlock = "unlimited" if found.memlock_bytes is None else human_bytes(found.memlock_bytes)
+    rows: list[tuple[str, object]] = [
+        ("gpusync", found.gpusync),
+        ("python", found.python),
+        ("platform", found.platform),
+        *((name, version or "not installed") for name, version in found.packages.items()),
+        ("NVIDIA driver", found.driver or "none"),
+        ("GPUs", ", ".join(found.gpus) or "none"),
+        ("locked memory limit", memlock),
+        ("usable cores", found.cores),
+        *(
+            (folder.path, _folder_text(folder.file_system, folder.free_bytes))
+            for folder in found.folders
+        ),
+    ]
+    print_table("this machine", ("what", "found"), rows)
+    print_line(f"device that will be used: {found.device}")
+    for reason in found.why_not_more:
+        print_line(f"why not more: {reason}")
+    for warning in found.warnings:
+        print_line(f"warning: {warning}")
+
+
+def show_demo(result: DemoResult) -> None:
+    """Print the demo's table: per version, where the seconds and bytes went, and the pause against a reload."""
+    print_line(
+        f"device {result.device}; model of {result.tensors} bf16 tensors, {human_bytes(result.nbytes)}; "
+        f"each step moves {result.changed_fraction:.0%} of the elements by one unit in the last place"
+    )
+    rows = []
+    for step in result.steps:
+        update = step.update
+        rows.append(
+            (
+                step.version,
+                human_bytes(update.wire_bytes),
+                step.publish_seconds,
+                update.prepare_seconds,
+                update.pause_seconds,
+                update.finish_seconds,
+                step.reload_seconds,
+                f"{update.pause_seconds / step.reload_seconds:.0%}",
+            )
+        )
+    columns = ("version", "read", "publish", "prepare", "pause", "finish", "reload", "pause/reload")
+    print_table("seconds per version (reload: load from page cache and copy)", columns, rows)
+    show_stages(f"stages of version {result.steps[-1].version}", result.steps[-1].update.stages)
+    healed = result.healed
+    print_line(
+        f"second host: killed in {result.killed_at}; its next pull: recovered {healed.recovered}, "
+        f"version {healed.to_version} in {healed.seconds:.2f} s, equal byte for byte"
+    )
+
+
+def _version_cells(row: VersionRow) -> tuple[object, ...]:
+    return (
+        row.version,
+        row.kind,
+        row.encoding,
+        row.tensors,
+        human_bytes(row.wire_bytes),
+        f"{row.ratio:.4f}" if row.ratio is not None else None,
+        _frames_text(row),
+        row.state,
+    )
+
+
+def _frames_text(row: VersionRow) -> str | None:
+    if row.kind != "delta":
+        return None
+    mean = row.frames / row.tensors if row.tensors else 0.0
+    return f"{mean:.1f} (most {row.max_frames_per_blob})"
+
+
+def _folder_text(file_system: str, free_bytes: int) -> str:
+    return f"{file_system}, {human_bytes(free_bytes)} free"
+
+
+def _show_notes(notes: Iterable[str]) -> None:
+    for note in notes:
+        print_line(f"note: {note}")
+
+
+def _or_none(value: int | None) -> str:
+    return "none" if value is None else str(value)
