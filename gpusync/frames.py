@@ -11,14 +11,9 @@ from typing import IO, cast
 
 import zstandard
 
-from gpusync.framewalk import (
-    MAX_BLOCK_NBYTES,
-    MAX_WINDOW,
-    FrameWalker,
-    Where,
-    WindowTooLargeError,
-)
+from gpusync.framewalk import MAX_BLOCK_NBYTES, MAX_WINDOW, FrameWalker
 from gpusync.types import Frame
+from gpusync.where import Where, WindowTooLargeError
 
 __all__ = [
     "MAX_BLOCK_NBYTES",

@@ -8,10 +8,10 @@ not by what a decoder makes of them. Entropy-coded content is libzstd's to judge
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from gpusync.errors import FrameFormatError, SourceNotReadyError
+from gpusync.errors import FrameFormatError
 from gpusync.types import Frame
+from gpusync.where import Where
 
 MAX_WINDOW = 128 << 20
 """Largest window, in bytes, that a published frame may ask for."""
@@ -22,8 +22,20 @@ MAX_BLOCK_NBYTES = 128 << 10
 _FRAME_MAGIC = 0xFD2FB528
 _SKIPPABLE_MAGIC = 0x184D2A50
 _RLE, _COMPRESSED, _RESERVED = 1, 2, 3
-_CONTENT_SIZE_NBYTES = (0, 2, 4, 8)
+_MIN_COMPRESSED_NBYTES = 2
+_START_NBYTES = 5  # magic, and the frame header descriptor or a skippable frame's first size byte
+_BLOCK_HEADER_NBYTES = 3
 _DICTIONARY_ID_NBYTES = (0, 1, 2, 4)
+# By descriptor: bytes of the frame header after it, which are window, dictionary id and content size.
+_FIELDS_NBYTES = tuple(
+    (0 if byte & 0x20 else 1)
+    + _DICTIONARY_ID_NBYTES[byte & 3]
+    + (0, 2, 4, 8)[byte >> 6]
+    + (1 if byte & 0xE0 == 0x20 else 0)
+    for byte in range(256)
+)
+# Content is bounded by what a u64 can say where nothing else bounds it.
+_NO_CAP = 1 << 64
 # An all-zero start this long is a mount that shows sizes before bytes, not a publisher's mistake.
 _ZEROS_NBYTES = 16
 # Real writers put 64 KiB and more in a frame and some KiB in a block. The walk costs about a microsecond for each,
@@ -33,59 +45,30 @@ _CONTENT_NBYTES_PER_ITEM = 256
 _FREE_IDLE_FRAMES = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Where:
-    """Where a blob stands, for errors; ``offset`` is that of its first byte in the file."""
-
-    version: int | None = None
-    file: str | None = None
-    tensor: str | None = None
-    offset: int = 0
-
-    def refused(
-        self, message: str, *, at: int = 0, expected: object = None, got: object = None
-    ) -> FrameFormatError:
-        """Return (not raise) a FrameFormatError about byte ``at`` of the blob."""
-        return FrameFormatError(
-            message,
-            version=self.version,
-            file=self.file,
-            tensor=self.tensor,
-            offset=self.offset + at,
-            expected=expected,
-            got=got,
-        )
-
-
-class WindowTooLargeError(FrameFormatError):
-    """A valid frame needs a larger window than the caller allows; ``window_nbytes`` says which."""
-
-    window_nbytes: int
-
-
-@dataclass(slots=True)
 class _OpenFrame:
     """The frame being walked; ``least`` and ``most`` bound what its blocks so far decode to."""
 
-    offset: int
-    skippable: bool = False
-    descriptor: int = 0
-    content_nbytes: int | None = None
-    window_nbytes: int = 0
-    blocks: int = 0
-    empty_blocks: int = 0
-    least: int = 0
-    most: int = 0
+    __slots__ = (
+        "blocks",
+        "content_nbytes",
+        "empty_blocks",
+        "has_checksum",
+        "largest_block",
+        "least",
+        "most",
+        "offset",
+        "skippable",
+        "window_nbytes",
+    )
 
-    @property
-    def has_checksum(self) -> bool:
-        return bool(self.descriptor & 0x04)
-
-    def field_nbytes(self) -> tuple[int, int, int]:
-        """Bytes of the header's fields after the descriptor: window, dictionary id, content size."""
-        single_segment = bool(self.descriptor & 0x20)
-        content = _CONTENT_SIZE_NBYTES[self.descriptor >> 6] or int(single_segment)
-        return int(not single_segment), _DICTIONARY_ID_NBYTES[self.descriptor & 3], content
+    def __init__(self, offset: int, *, skippable: bool) -> None:
+        self.offset = offset
+        self.skippable = skippable
+        self.content_nbytes: int | None = None
+        self.window_nbytes = self.largest_block = 0
+        self.has_checksum = False
+        self.blocks = self.empty_blocks = 0
+        self.least = self.most = 0
 
 
 class FrameWalker:
@@ -117,15 +100,17 @@ class FrameWalker:
         self._where = where
         self._max_window = min(max_window, MAX_WINDOW)
         self._content_nbytes = content_nbytes
-        self._cap = content_nbytes if content_nbytes is not None else content_cap
+        self._limit_content(content_nbytes if content_nbytes is not None else content_cap)
         self._on_frame = on_frame
         self._position = 0  # in the blob, after the last byte taken
         self._skip = 0  # bytes of a block, checksum or skippable frame still to pass
         self._ending = False  # the frame ends where the skip does
-        self._held = bytearray()  # the part of a header that has arrived
-        self._need = 4
-        self._step: Callable[[bytes], None] = self._on_magic
-        self._frame = _OpenFrame(0)
+        self._held = b""  # the part of a header that has arrived
+        self._need = _START_NBYTES
+        self._step: Callable[[bytes], None] = self._on_start
+        self._descriptor = 0
+        self._frame = _OpenFrame(0, skippable=False)
+        self._inside = False  # a frame has begun and not ended
         self._least = 0  # what all ended frames decode to: at least, at most
         self._most = 0
         self._items = 0  # frames and blocks
@@ -156,16 +141,15 @@ class FrameWalker:
                 if self._ending and not self._skip:
                     self._end_frame()
                 continue
-            count = min(self._need - len(self._held), end - at)
-            head = bytes(data[at : at + count])
+            count = self._need - len(self._held)
+            head = self._held + bytes(data[at : at + count])
+            count = min(count, end - at)
             at += count
             self._position += count
-            if self._held or count < self._need:
-                self._held += head
-                if len(self._held) < self._need:
-                    return
-                head = bytes(self._held)
-                self._held.clear()
+            if len(head) < self._need:
+                self._held = head
+                return
+            self._held = b""
             self._step(head)
 
     def expect(self, content_nbytes: int) -> None:
@@ -176,13 +160,16 @@ class FrameWalker:
         FrameFormatError
             The frames walked so far hold more.
         """
-        self._content_nbytes = self._cap = content_nbytes
-        held = self._least + max(self._frame.content_nbytes or 0, self._frame.least)
-        if held > content_nbytes:
+        self._content_nbytes = content_nbytes
+        self._limit_content(content_nbytes)
+        least = self._least
+        if self._inside:
+            least += max(self._frame.content_nbytes or 0, self._frame.least)
+        if least > content_nbytes:
             raise self._refused(
-                "the frames hold more than the content's own count says",
+                "the frames hold more than their content's own count says",
                 expected=content_nbytes,
-                got=held,
+                got=least,
             )
 
     def finish(self) -> None:
@@ -196,8 +183,8 @@ class FrameWalker:
             It is shorter than 16 bytes and all zeros.
         """
         if self._position == len(self._held) > 0 and not any(self._held):
-            raise self._zeros()
-        if self._skip or self._held or self._step != self._on_magic:
+            raise self._where.not_ready()
+        if self._skip or self._held or self._inside:
             raise self._refused("the blob ends within a frame")
         if not self._data_frames:
             raise self._refused("the blob holds no zstd frame")
@@ -213,93 +200,85 @@ class FrameWalker:
     ) -> FrameFormatError:
         return self._where.refused(message, at=self._position, expected=expected, got=got)
 
-    def _zeros(self) -> SourceNotReadyError:
-        where = self._where
-        return SourceNotReadyError(
-            "zeros where a blob should be; refresh the mount and retry",
-            version=where.version,
-            file=where.file,
-            tensor=where.tensor,
-            offset=where.offset,
-        )
-
-    def _await(self, need: int, step: Callable[[bytes], None]) -> None:
-        self._need, self._step = need, step
-
-    def _pass(self, nbytes: int, *, ending: bool) -> None:
-        self._skip, self._ending = nbytes, ending
-        if ending and not nbytes:
-            self._end_frame()
+    def _limit_content(self, cap: int | None) -> None:
+        self._cap = _NO_CAP if cap is None else cap
+        self._max_items = _FREE_ITEMS + self._cap // _CONTENT_NBYTES_PER_ITEM
 
     def _count_item(self) -> None:
         self._items += 1
-        if (
-            self._cap is not None
-            and self._items > _FREE_ITEMS + self._cap // _CONTENT_NBYTES_PER_ITEM
-        ):
+        if self._items > self._max_items:
             raise self._refused(
                 "more frames and blocks than the content explains",
-                expected=self._cap,
+                expected=self._max_items,
                 got=self._items,
             )
 
-    def _on_magic(self, head: bytes) -> None:
-        magic = int.from_bytes(head, "little")
-        offset = self._position - len(head)
+    def _on_start(self, head: bytes) -> None:
+        """Take a frame's magic and the byte after it."""
+        magic = int.from_bytes(head[:4], "little")
+        offset = self._position - _START_NBYTES
         if magic == _FRAME_MAGIC:
-            self._frame = _OpenFrame(offset)
-            self._await(1, self._on_descriptor)
+            descriptor = head[4]
+            if descriptor & 0x08:
+                raise self._refused(
+                    "a frame header's reserved bit is set", got=f"{descriptor:#04x}"
+                )
+            self._descriptor = descriptor
+            self._need, self._step = _FIELDS_NBYTES[descriptor], self._on_fields
         elif magic & 0xFFFFFFF0 == _SKIPPABLE_MAGIC:
-            self._frame = _OpenFrame(offset, skippable=True)
-            self._await(4, self._on_skippable)
-        elif magic == 0 and offset == 0:
-            self._held += head
-            self._await(_ZEROS_NBYTES, self._on_zeros)
+            self._held = head[4:]
+            self._need, self._step = 4, self._on_skippable
+        elif not any(head) and not offset:
+            self._held = head
+            self._need, self._step = _ZEROS_NBYTES, self._on_zeros
             return
         else:
-            raise self._where.refused(
-                "bytes that are no zstd frame",
-                at=offset,
-                expected=f"{_FRAME_MAGIC:#010x}",
-                got=f"{magic:#010x}",
-            )
+            raise self._not_a_frame(offset, magic)
+        self._frame = _OpenFrame(offset, skippable=magic != _FRAME_MAGIC)
+        self._inside = True
         self._count_item()
 
     def _on_zeros(self, head: bytes) -> None:
-        if any(head):
-            raise self._where.refused("bytes that are no zstd frame", got="0x00000000")
-        raise self._zeros()
+        raise self._not_a_frame(0, 0) if any(head) else self._where.not_ready()
+
+    def _not_a_frame(self, offset: int, magic: int) -> FrameFormatError:
+        return self._where.refused(
+            "bytes that are no zstd frame",
+            at=offset,
+            expected=f"{_FRAME_MAGIC:#010x}",
+            got=f"{magic:#010x}",
+        )
 
     def _on_skippable(self, head: bytes) -> None:
         self._pass(int.from_bytes(head, "little"), ending=True)
 
-    def _on_descriptor(self, head: bytes) -> None:
-        descriptor = head[0]
-        if descriptor & 0x08:
-            raise self._refused("a frame header's reserved bit is set", got=f"{descriptor:#04x}")
-        self._frame.descriptor = descriptor
-        self._await(sum(self._frame.field_nbytes()), self._on_fields)
-
     def _on_fields(self, head: bytes) -> None:
-        frame = self._frame
-        window_nbytes, dictionary_nbytes, content_nbytes = frame.field_nbytes()
-        if any(head[window_nbytes : window_nbytes + dictionary_nbytes]):
+        """Take the frame header's fields: window, dictionary id, content size, each of 0 or more bytes."""
+        descriptor = self._descriptor
+        single_segment = descriptor & 0x20
+        at = 0 if single_segment else 1
+        content_at = at + _DICTIONARY_ID_NBYTES[descriptor & 3]
+        if any(head[at:content_at]):
             raise self._refused("a frame needs a dictionary")
         content = None
-        if content_nbytes:
-            content = int.from_bytes(head[window_nbytes + dictionary_nbytes :], "little")
-            content += 256 if content_nbytes == 2 else 0
-        if window_nbytes:
+        if content_at < len(head):
+            content = int.from_bytes(head[content_at:], "little")
+            content += 256 if descriptor >> 6 == 1 else 0
+        if single_segment:
+            window = content or 0
+        else:
             base = 1 << (10 + (head[0] >> 3))
             window = base + base // 8 * (head[0] & 7)
-        else:
-            window = content or 0
-        self._check_frame(content, window)
-        frame.content_nbytes, frame.window_nbytes = content, window
-        self._await(3, self._on_block)
+        self._check_sizes(content, window)
+        frame = self._frame
+        frame.content_nbytes = content
+        frame.window_nbytes = window
+        frame.largest_block = min(window, MAX_BLOCK_NBYTES)
+        frame.has_checksum = bool(descriptor & 0x04)
+        self._need, self._step = _BLOCK_HEADER_NBYTES, self._on_block
 
-    def _check_frame(self, content_nbytes: int | None, window_nbytes: int) -> None:
-        if self._cap is not None and self._least + (content_nbytes or 0) > self._cap:
+    def _check_sizes(self, content_nbytes: int | None, window_nbytes: int) -> None:
+        if content_nbytes is not None and self._least + content_nbytes > self._cap:
             raise self._refused(
                 "a frame's content size is more than is left",
                 expected=self._cap - self._least,
@@ -310,66 +289,74 @@ class FrameWalker:
                 "a frame's window is too large", expected=MAX_WINDOW, got=window_nbytes
             )
         if window_nbytes > self._max_window:
-            raise WindowTooLargeError(
-                "a frame's window is over the decoder's limit",
-                version=self._where.version,
-                file=self._where.file,
-                tensor=self._where.tensor,
-                offset=self._where.offset + self._frame.offset,
-                expected=self._max_window,
-                got=window_nbytes,
-                window_nbytes=window_nbytes,
-            )
+            raise self._where.window_too_large(self._position, self._max_window, window_nbytes)
 
     def _on_block(self, head: bytes) -> None:
         frame = self._frame
         word = int.from_bytes(head, "little")
-        last, kind, nbytes = word & 1, word >> 1 & 3, word >> 3
-        largest = min(frame.window_nbytes, MAX_BLOCK_NBYTES)
-        if kind == _RESERVED:
-            raise self._refused("a block's type is reserved")
+        kind, nbytes = word >> 1 & 3, word >> 3
+        largest = frame.largest_block
         if nbytes > largest:
             raise self._refused("a block is too large", expected=largest, got=nbytes)
         frame.blocks += 1
         self._count_item()
+        stored = nbytes
         if kind == _COMPRESSED:
-            if nbytes < 2:
-                raise self._refused("a compressed block is too small", expected=2, got=nbytes)
+            if nbytes < _MIN_COMPRESSED_NBYTES:
+                raise self._refused(
+                    "a compressed block is too small", expected=_MIN_COMPRESSED_NBYTES, got=nbytes
+                )
             frame.most += largest
+        elif kind == _RESERVED:
+            raise self._refused("a block's type is reserved")
         else:
-            frame.least += nbytes
-            frame.most += nbytes
-            if not nbytes:
-                frame.empty_blocks += 1
-                if frame.empty_blocks > 1:
-                    raise self._refused("a frame holds more than one empty block")
+            self._count_stored(frame, nbytes)
+            stored = 1 if kind == _RLE else nbytes
+        if word & 1:
+            self._pass(stored + 4 if frame.has_checksum else stored, ending=True)
+        else:
+            self._pass(stored, ending=False)
+
+    def _count_stored(self, frame: _OpenFrame, nbytes: int) -> None:
+        """Count a raw or RLE block, whose content size is known."""
+        frame.least += nbytes
+        frame.most += nbytes
+        if not nbytes:
+            frame.empty_blocks += 1
+            if frame.empty_blocks > 1:
+                raise self._refused("a frame holds more than one empty block")
         allowed = frame.content_nbytes
-        if allowed is None and self._cap is not None:
+        if allowed is None:
             allowed = self._cap - self._least
-        if allowed is not None and frame.least > allowed:
+        if frame.least > allowed:
             raise self._refused(
                 "blocks decode to more than is left", expected=allowed, got=frame.least
             )
-        stored = 1 if kind == _RLE else nbytes
-        self._pass(stored + (4 if last and frame.has_checksum else 0), ending=bool(last))
+
+    def _pass(self, nbytes: int, *, ending: bool) -> None:
+        self._skip, self._ending = nbytes, ending
+        if ending and not nbytes:
+            self._end_frame()
 
     def _end_frame(self) -> None:
         frame = self._frame
-        declared = frame.content_nbytes
-        self._ending = False
-        self._frame = _OpenFrame(self._position)
-        self._await(4, self._on_magic)
-        if not frame.skippable:
-            self._data_frames += 1
-            if declared is not None and frame.most < declared:
+        self._inside = self._ending = False
+        self._need, self._step = _START_NBYTES, self._on_start
+        declared = 0 if frame.skippable else frame.content_nbytes
+        if declared is None:
+            least, most = frame.least, frame.most
+        else:
+            least = most = declared
+            if frame.most < declared:
                 raise self._refused(
                     "a frame's blocks cannot fill its content size",
                     expected=declared,
                     got=frame.most,
                 )
-            self._least += frame.least if declared is None else declared
-            self._most += frame.most if declared is None else declared
-        if frame.skippable or not (declared if declared is not None else frame.most):
+        self._least += least
+        self._most += most
+        self._data_frames += not frame.skippable
+        if not most:
             self._idle_frames += 1
             # One skippable frame before each data frame is what parallel writers do.
             if self._idle_frames > _FREE_IDLE_FRAMES + self._data_frames:
@@ -379,7 +366,7 @@ class FrameWalker:
                 Frame(
                     offset=frame.offset,
                     nbytes=self._position - frame.offset,
-                    content_nbytes=0 if frame.skippable else declared,
+                    content_nbytes=declared,
                     window_nbytes=frame.window_nbytes,
                     has_checksum=frame.has_checksum,
                     skippable=frame.skippable,
