@@ -13,13 +13,15 @@ import fcntl
 import json
 import os
 import stat
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 READ_OPERATIONS = ("open_regular", "pread_into", "fstat", "lstat", "list_dir")
 WRITE_OPERATIONS = (
     "create",
+    "open_for_writing",
     "allocate",
     "pwrite",
     "fsync",
@@ -28,6 +30,7 @@ WRITE_OPERATIONS = (
     "unlink",
     "make_dir",
     "remove_dir",
+    "scratch_file",
 )
 OPERATIONS = READ_OPERATIONS + WRITE_OPERATIONS
 
@@ -84,6 +87,11 @@ def create(path: Path, mode: int = 0o644) -> int:
     return fd
 
 
+def open_for_writing(path: Path) -> int:
+    """Open a file of ours that is still under construction."""
+    return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+
+
 def allocate(fd: int, nbytes: int) -> None:
     """Reserve ``nbytes`` of disk for the file and set its size, so that later writes cannot meet ENOSPC."""
     if nbytes:
@@ -134,6 +142,11 @@ def remove_dir(path: Path) -> None:
         os.rmdir(path)
     except FileNotFoundError:
         pass
+
+
+def scratch_file(folder: Path | None) -> IO[bytes]:
+    """Return a new unlinked file, gone when it is closed or the process ends."""
+    return tempfile.TemporaryFile(dir=folder)
 
 
 def close(fd: int) -> None:
@@ -189,6 +202,15 @@ def read_file(path: Path, max_bytes: int) -> bytes:
         buffer = bytearray(nbytes)
         got = pread_into(fd, memoryview(buffer), 0)
         return bytes(buffer[:got])
+    finally:
+        close(fd)
+
+
+def fsync_file(path: Path) -> None:
+    """Make a closed file's data durable."""
+    fd = open_regular(path)
+    try:
+        fsync(fd)
     finally:
         close(fd)
 

@@ -1,0 +1,297 @@
+"""Advance a local checkpoint to a chain's target: plan, stage, and hand over to the swap.
+
+Two ways, the same bytes. Staged: everything is built beside the old files, then swapped in milliseconds. Rolling,
+where a second copy does not fit: every digest is proven by a dry pass, the deltas are copied to the local spool, and
+after the marker is gone shards are built and renamed one by one.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from gpusync import fsio
+from gpusync.audit import Audit, SeedHealer
+from gpusync.chain import Chain, Route, check_targets, start_layout
+from gpusync.checkpoint import FolderPaths, LocalState, local_errors, local_io_error, write_table
+from gpusync.config import Settings
+from gpusync.errors import DigestMismatchError, FormatError, SourceNotReadyError
+from gpusync.fold import Fold, run_parallel
+from gpusync.layout import Layout
+from gpusync.marker import Marker, current_boot_id
+from gpusync.materialize import (
+    Materializer,
+    Outcome,
+    ShardPlan,
+    copy_file,
+    plan_shards,
+    reserve_shards,
+)
+from gpusync.rolling import reserve_rolling, shard_builder, spool_versions
+from gpusync.sidefiles import plan_side_files
+from gpusync.swap import Journal, Step, clear_staging, marker_token, reached, swap
+from gpusync.timing import StageClock
+from gpusync.types import ProgressCallback
+
+Mode = Literal["staged", "rolling"]
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A local checkpoint's next state: complete beside the old one or, rolling, proven and reproducible.
+
+    Commit and discard need the folder's lock.
+    """
+
+    paths: FolderPaths
+    journal: Journal
+    route: Route
+    outcome: Outcome
+    chain: Chain
+    fold: Fold
+    progress: ProgressCallback | None
+
+    def is_current(self) -> bool:
+        """True while the folder stands where it stood when this was staged, and nobody cleared staging."""
+        owner = self.paths.staging / self.journal.after.id
+        return marker_token(self.paths.folder) == self.journal.before and fsio.exists(owner)
+
+    def commit(self) -> None:
+        """Steps 6 to 15: swap it in.
+
+        Raises
+        ------
+        CheckpointIOError
+            The local disk failed; the next pull undoes or resumes.
+        """
+        with local_errors("writing the journal", self.paths.folder):
+            self.journal.write(self.paths)
+        reached(Step.JOURNALED)
+        if self.journal.mode == "staged":
+            swap(self.paths, self.journal)
+            return
+        for name in self.journal.renames:
+            self.chain.source.files.forget(self.paths.folder / name)
+        finish_rolling(self.paths, self.journal, self.chain.settings, self.fold, self.progress)
+
+    def discard(self) -> None:
+        """Remove what was staged, unless somebody else has done so and staged their own."""
+        if fsio.exists(self.paths.staging / self.journal.after.id):
+            clear_staging(self.paths)
+
+
+def finish_rolling(
+    paths: FolderPaths,
+    journal: Journal,
+    settings: Settings,
+    fold: Fold,
+    progress: ProgressCallback | None,
+) -> None:
+    """Run a rolling swap's steps 7 to 15, first time or resumed."""
+    spool, build = shard_builder(paths, journal, settings, fold, progress)
+    with spool:
+        swap(paths, journal, build)
+
+
+class Advance:
+    """One advance of one folder. The caller holds the lock and has recovered the folder.
+
+    Parameters
+    ----------
+    chain
+        Opened at the target.
+    state
+        What stands in the folder.
+    found
+        The audit of the local bytes, where one was needed; its bad tensors are rebuilt from the seed.
+    durable
+        fsync data before the swap.
+    """
+
+    def __init__(
+        self,
+        paths: FolderPaths,
+        chain: Chain,
+        state: LocalState,
+        *,
+        found: Audit | None = None,
+        durable: bool = True,
+        progress: ProgressCallback | None = None,
+        clock: StageClock | None = None,
+    ) -> None:
+        self._paths = paths
+        self._chain = chain
+        self._state = state
+        self._durable = durable
+        self._progress = progress
+        self._clock = clock or StageClock()
+        self._suspects = found.suspects if found is not None else frozenset()
+        audited = found.table if found is not None else {}
+        self._known: Mapping[str, str] = state.table if state.table is not None else audited
+        workers = chain.settings.workers
+        self._fold = Fold(chain.settings.piece_bytes, workers, paths.state)
+
+    def stage(self) -> Staged:
+        """Steps 3 to 5: validate, materialize into staging (rolling: prove and spool), fsync.
+
+        Raises
+        ------
+        GpuSyncError
+            Nothing outside staging was changed, and staging is gone.
+        """
+        applied = self._state.marker.version if self._state.marker is not None else None
+        route = self._chain.route(applied)
+        try:
+            return self._stage(route)
+        except (FormatError, DigestMismatchError, SourceNotReadyError):
+            if route.start != "aggregate":
+                raise
+        # The aggregate is rewritten in place and may have been torn under the reader: fold from the base.
+        return self._stage(self._chain.route(None, use_aggregate=False))
+
+    def _stage(self, route: Route) -> Staged:
+        try:
+            with local_errors("staging", self._paths.folder):
+                clear_staging(self._paths)
+                fsio.make_dir(self._paths.staging)
+                return self._stage_steps(route)
+        except BaseException:
+            with local_errors("clearing staging", self._paths.folder):
+                clear_staging(self._paths)
+            raise
+
+    def _stage_steps(self, route: Route) -> Staged:
+        layout = start_layout(self._chain, route, self._state.layout)
+        check_targets(route, layout)
+        reached(Step.VALIDATED)
+        known = self._known if route.start == "applied" else {}
+        healer = SeedHealer(self._chain, known, self._fold)
+        plans = self._plan(layout, route, known, healer)
+        sides = plan_side_files(self._paths.folder, route, layout, self._chain)
+        mode = self._reserve(route, plans)
+        work = Materializer(self._fold, healer, self._progress)
+        with self._clock.stage("materialize", sum(plan.nbytes for plan in plans)):
+            if mode == "staged":
+                outcome = work.write(plans, self._paths.staging)
+            else:
+                outcome = work.prove(plans)
+                self._refuse_healing(outcome)
+        for name, folder_of in sides.copies.items():
+            copy_file(folder_of / name, self._paths.staging / name)
+        self._chain.source.check_unchanged(route.versions)
+        if mode == "rolling":
+            with self._clock.stage("spool", route.wire_nbytes):
+                spool_versions(route, self._paths)
+                reserve_rolling(self._paths, plans)
+        reached(Step.MATERIALIZED)
+        journal = Journal(
+            before=marker_token(self._paths.folder),
+            after=self._next_marker(route),
+            renames=(*(plan.file for plan in plans), *sides.renames),
+            removes=sides.removes,
+            new_config=sides.new_config,
+            mode=mode,
+            from_version=route.start_version,
+        )
+        with self._clock.stage("sync"):
+            self._sync(journal, {**known, **outcome.table})
+        reached(Step.SYNCED)
+        return Staged(self._paths, journal, route, outcome, self._chain, self._fold, self._progress)
+
+    def _plan(
+        self, layout: Layout, route: Route, known: Mapping[str, str], healer: SeedHealer
+    ) -> list[ShardPlan]:
+        plans = plan_shards(
+            layout, route, self._chain.source.files, known=known, suspects=self._suspects
+        )
+        if route.start != "applied" or not self._suspects:
+            return list(plans)
+        return [
+            replace(
+                plan,
+                tensors=tuple(
+                    healer.rebuild(tensor) if tensor.name in self._suspects else tensor
+                    for tensor in plan.tensors
+                ),
+            )
+            for plan in plans
+        ]
+
+    def _reserve(self, route: Route, plans: list[ShardPlan]) -> Mode:
+        """Reserve room for a second copy, or decide that there is none."""
+        settings = self._chain.settings
+        may_roll = route.start == "applied" and bool(plans)
+        if settings.swap == "rolling" and may_roll:
+            return "rolling"
+        needed = sum(plan.nbytes for plan in plans)
+        try:
+            if needed and fsio.free_bytes(self._paths.state) < needed + settings.reserve_bytes:
+                raise OSError(errno.ENOSPC, f"no room to stage {needed} bytes")
+            reserve_shards(plans, self._paths.staging)
+        except OSError as err:
+            no_room = err.errno in (errno.ENOSPC, errno.EDQUOT)
+            if settings.swap == "staged" or not no_room or not may_roll:
+                raise
+            clear_staging(self._paths)
+            fsio.make_dir(self._paths.staging)
+            return "rolling"
+        return "staged"
+
+    def _refuse_healing(self, outcome: Outcome) -> None:
+        """A damaged tensor is rebuilt from the seed, which the spool does not hold."""
+        if outcome.healed or self._suspects:
+            raise local_io_error(
+                OSError(errno.ENOSPC, "rebuilding damaged tensors needs room for a second copy"),
+                "staging",
+                self._paths.folder,
+            )
+
+    def _sync(self, journal: Journal, table: Mapping[str, str]) -> None:
+        """Step 5: everything that the journal will stand for is durable before it."""
+        staging = self._paths.staging
+        write_table(
+            staging / self._paths.table.name, journal.after.id, table, durable=self._durable
+        )
+        fsio.write_file(staging / journal.after.id, b"", durable=self._durable)
+        if not self._durable:
+            return
+        names = [staging / name for name in fsio.list_dir(staging)]
+        list(run_parallel(fsio.fsync_file, names, self._fold.workers))
+        if self._state.marker is not None and not self._state.marker.durable:
+            fsync_layout(self._state.layout)
+        fsio.fsync_dir(staging)
+        fsio.fsync_dir(self._paths.state)
+
+    def _next_marker(self, route: Route) -> Marker:
+        old = self._state.marker
+        history = dict(old.history) if old is not None and route.start == "applied" else {}
+        if old is not None and route.start == "applied" and old.fingerprint is not None:
+            history[old.version] = old.fingerprint
+        last = route.versions[-1] if route.versions else None
+        if route.start == "base":
+            history[0] = self._chain.base_fingerprint()
+        if route.start != "aggregate":
+            history.update({found.version: found.fingerprint for found in route.versions})
+        manifest = last.manifest if last is not None else None
+        carried = old.run_id if old is not None and route.start == "applied" else None
+        base = self._chain.base_dir
+        return Marker(0).advanced(
+            version=route.target,
+            fingerprint=history.get(route.target),
+            run_id=manifest.run_id if manifest is not None else carried,
+            durable=self._durable,
+            boot_id=current_boot_id(),
+            base=str(base) if base is not None else None,
+            history=history,
+        )
+
+
+def fsync_layout(layout: Layout | None) -> None:
+    """fsync every shard that an earlier, not durable, update wrote, and its folder."""
+    if layout is None:
+        return
+    for shard in layout.shards.values():
+        fsio.fsync_file(shard.path)
+    fsio.fsync_dir(layout.folder)

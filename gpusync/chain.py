@@ -1,0 +1,440 @@
+"""Which versions lead from an applied version to the target.
+
+A :class:`Route` is the answer for one starting point: where the bytes start (what is there already, a full version,
+the aggregate, or the base) and the delta versions to fold in, oldest first.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from gpusync import fsio
+from gpusync.config import Settings
+from gpusync.digest import fingerprint
+from gpusync.errors import (
+    BaseMismatchError,
+    ChainError,
+    CheckpointError,
+    FormatError,
+    IndexFormatError,
+    SourceNotReadyError,
+    VersionConflictError,
+)
+from gpusync.hook import HookCall, PreReadHook
+from gpusync.layout import Layout, read_layout
+from gpusync.marker import Marker, read_marker
+from gpusync.source import Source, SourceVersion
+
+T = TypeVar("T")
+
+_MAX_VERSION = 10**12
+_FIRST_PAUSE_SECONDS = 0.05
+_LAST_PAUSE_SECONDS = 2.0
+_MAX_CONFIG_BYTES = 16 << 20
+_TIED_NAMES = ("lm_head.weight", "model.embed_tokens.weight")
+
+
+@dataclass(frozen=True)
+class Route:
+    """How to get to ``target`` from one starting point.
+
+    Parameters
+    ----------
+    start
+        "applied": patch what stands at ``start_version``. "full": a full version (``full``). "base": the base
+        checkpoint. "aggregate" is "base" with ``deltas[0]`` replaced by one delta that holds several versions.
+    deltas
+        Delta versions to fold in, oldest first.
+    """
+
+    start: Literal["applied", "full", "base", "aggregate"]
+    start_version: int
+    target: int
+    deltas: tuple[SourceVersion, ...] = ()
+    full: SourceVersion | None = None
+
+    @property
+    def versions(self) -> list[SourceVersion]:
+        """Every published version that the route reads."""
+        return ([self.full] if self.full is not None else []) + list(self.deltas)
+
+    @property
+    def wire_nbytes(self) -> int:
+        return sum(version.wire_nbytes for version in self.versions)
+
+
+class Chain:
+    """Validated published versions up to ``target_version``, opened once and shared by live and disk.
+
+    Made by :func:`open_chain`. Holds descriptors of published shards until closed or collected; a context manager.
+    """
+
+    def __init__(
+        self,
+        source_dir: str | os.PathLike[str],
+        target_version: int,
+        *,
+        checkpoint: Path | None,
+        base_dir: Path | None,
+        settings: Settings,
+    ) -> None:
+        self.source = Source(source_dir, settings)
+        self.settings = settings
+        self.target_version = check_target(target_version)
+        self.checkpoint = checkpoint
+        self.base_dir = base_dir
+        self._opened: dict[int, SourceVersion] = {}
+        self._base: Layout | None = None
+
+    def version(self, number: int) -> SourceVersion:
+        """Return a version, opened and validated on first use.
+
+        Raises
+        ------
+        SourceNotReadyError, FormatError, ChainError
+            See :meth:`gpusync.source.Source.open_version`.
+        """
+        if number not in self._opened:
+            self._opened[number] = self.source.open_version(number)
+        return self._opened[number]
+
+    def base_layout(self) -> Layout:
+        """Return the base checkpoint's layout.
+
+        Raises
+        ------
+        ChainError
+            No base was given.
+        SourceNotReadyError, FormatError
+            The base is not a readable checkpoint.
+        """
+        if self.base_dir is None:
+            raise ChainError("version 0 is needed, and no base_dir was given", version=0)
+        if self._base is None:
+            self._base = read_layout(self.base_dir, self.source.files, self.settings)
+        return self._base
+
+    def base_fingerprint(self) -> str:
+        """Return the base's fingerprint: of its index and shard headers, as a version's."""
+        layout = self.base_layout()
+        headers = {name: shard.header.raw for name, shard in layout.shards.items()}
+        return fingerprint(layout.index_raw, headers)
+
+    def route(self, applied: int | None, *, use_aggregate: bool = True) -> Route:
+        """Return the way to the target from ``applied`` (None: from nothing).
+
+        Walks down from the target to the newest full version above ``applied``, else to ``applied``, else to the
+        base. Everything it names is validated before it is returned.
+
+        Raises
+        ------
+        SourceNotReadyError
+            A version in between is not visible.
+        BaseMismatchError
+            A delta's base is not the version before it.
+        """
+        target = self.target_version
+        if target == 0:
+            return Route("base", 0, 0)
+        floor = applied or 0
+        aggregate = self._usable_aggregate() if applied is None and use_aggregate else None
+        deltas: list[SourceVersion] = []
+        for number in range(target, floor, -1):
+            if aggregate is not None and number == aggregate.version:
+                deltas.append(aggregate)
+                return self._checked(Route("aggregate", 0, target, tuple(reversed(deltas))))
+            found = self.version(number)
+            if found.kind == "full":
+                return self._checked(
+                    Route("full", number, target, tuple(reversed(deltas)), full=found)
+                )
+            deltas.append(found)
+        start: Literal["applied", "base"] = "base" if applied is None else "applied"
+        return self._checked(Route(start, floor, target, tuple(reversed(deltas))))
+
+    def check_identity(self, marker: Marker) -> None:
+        """Refuse a source whose version numbers stand for other bytes than those applied.
+
+        Compares the applied version's fingerprint, and the target's where the marker knows it, with what is
+        published under those numbers now; versions that are gone are fine.
+
+        Raises
+        ------
+        VersionConflictError
+            Republished, or another run in the same folder.
+        """
+        known = {**marker.history}
+        if marker.fingerprint is not None:
+            known[marker.version] = marker.fingerprint
+        for number in sorted({marker.version, self.target_version} & known.keys()):
+            if not self.source.has_version(number):
+                continue
+            try:
+                found = self.version(number)
+            except SourceNotReadyError:
+                continue  # half gone: being pruned
+            if found.fingerprint != known[number]:
+                raise VersionConflictError(
+                    "this version number now holds other bytes than those applied: it was published again, or by "
+                    "another run; pull target 0 to reset to the base",
+                    version=number,
+                    expected=known[number],
+                    got=found.fingerprint,
+                )
+
+    def check_base_identity(self, route: Route, marker: Marker) -> None:
+        """Refuse a first delta whose manifest names another base than the applied bytes.
+
+        Raises
+        ------
+        BaseMismatchError
+            The delta was made from other bytes.
+        """
+        if route.start != "applied" or not route.deltas or marker.fingerprint is None:
+            return
+        _check_base_fingerprint(route.deltas[0], marker.fingerprint)
+
+    def close(self) -> None:
+        self.source.close()
+
+    def __enter__(self) -> Chain:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "source"):
+            self.source.close()
+
+    def _usable_aggregate(self) -> SourceVersion | None:
+        found = self.source.open_aggregate()
+        return found if found is not None and 0 < found.version <= self.target_version else None
+
+    def _checked(self, route: Route) -> Route:
+        before = route.start_version
+        known = route.full.fingerprint if route.full is not None else None
+        for delta in route.deltas:
+            base = delta.index.base_version if delta.index is not None else None
+            if base != before:
+                raise BaseMismatchError(
+                    "out-of-order delta: its base is not the version before it",
+                    version=delta.version,
+                    expected=before,
+                    got=base,
+                )
+            if known is not None:
+                _check_base_fingerprint(delta, known)
+            before, known = delta.version, delta.fingerprint
+        return route
+
+
+def open_chain(
+    source_dir: str | os.PathLike[str],
+    target_version: int,
+    *,
+    checkpoint: str | os.PathLike[str] | None = None,
+    base_dir: str | os.PathLike[str] | None = None,
+    pre_read_hook: PreReadHook | None = None,
+    visibility_timeout_seconds: float = 0.0,
+) -> Chain:
+    """Read and validate every published version that an update to ``target_version`` may need.
+
+    Parameters
+    ----------
+    source_dir
+        Folder of ``weight_vNNNNNN`` version folders.
+    target_version
+        The version wanted; 0 means the base.
+    checkpoint
+        The host-local checkpoint that follows the update, and whose applied version is the starting point.
+    base_dir
+        The engine's base checkpoint, version 0.
+    pre_read_hook
+        ``"module:function"``, ``"module.function"`` or a function, called ``hook(source_dir, target_version)``
+        before anything is read.
+    visibility_timeout_seconds
+        How long to wait, refreshing the folder's listing, for versions that are not visible yet.
+
+    Returns
+    -------
+    Chain
+        Nothing was changed on either side. It owns open descriptors: close it, or let it be collected.
+
+    Raises
+    ------
+    SourceNotReadyError, FormatError, ChainError
+        By what the caller does next; see :mod:`gpusync.errors`.
+    """
+    settings = Settings.from_env()
+    check_target(target_version)
+    if pre_read_hook is not None:
+        HookCall(pre_read_hook, os.fspath(source_dir), target_version).run(
+            settings.hook_timeout_seconds
+        )
+    folder = Path(os.path.abspath(checkpoint)) if checkpoint is not None else None
+    marker = read_marker(folder).marker if folder is not None else None
+    base = resolve_base(folder, base_dir, marker)
+    chain = Chain(source_dir, target_version, checkpoint=folder, base_dir=base, settings=settings)
+    applied = marker.version if marker is not None else None
+    if marker is not None:
+        chain.check_identity(marker)
+    if applied is None or chain.target_version > applied or chain.target_version == 0:
+        wait_visible(lambda: _validate(chain, applied), visibility_timeout_seconds)
+    return chain
+
+
+def check_target(target_version: int) -> int:
+    """Return the target as an int.
+
+    Raises
+    ------
+    ChainError
+        It is not an integer from 0 up to a sane bound.
+    """
+    try:
+        target = operator.index(target_version)
+    except TypeError as err:
+        raise ChainError("target_version is not an integer", got=repr(target_version)) from err
+    if isinstance(target_version, bool) or not 0 <= target < _MAX_VERSION:
+        raise ChainError("target_version is out of range", got=target_version)
+    return target
+
+
+def wait_visible(attempt: Callable[[], T], timeout_seconds: float) -> T:
+    """Return what ``attempt`` returns, trying again while the source is not ready, up to the timeout.
+
+    Every try lists the folders anew, which is what refreshes a stale directory entry on network mounts.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    pause = _FIRST_PAUSE_SECONDS
+    while True:
+        try:
+            return attempt()
+        except SourceNotReadyError:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, _LAST_PAUSE_SECONDS)
+
+
+def resolve_base(
+    folder: Path | None, base_dir: str | os.PathLike[str] | None, marker: Marker | None
+) -> Path | None:
+    """Return the base to use: the one given, or the latched one where the local checkpoint itself is given.
+
+    Engines repoint their model path at the local checkpoint after the first update; from then on the folder
+    they pass as base is the local one, and the pristine base is the one recorded when the folder was seeded.
+
+    Raises
+    ------
+    CheckpointError
+        Base and local checkpoint are the same folder, and no other base was recorded.
+    """
+    latched = Path(marker.base) if marker is not None and marker.base is not None else None
+    if base_dir is None:
+        return latched
+    base = Path(os.path.abspath(base_dir))
+    if folder is None or not (folder.exists() and base.exists() and os.path.samefile(folder, base)):
+        return base
+    if latched is None:
+        raise CheckpointError(
+            "base_dir is the local checkpoint itself; it would be patched in place of a pristine base",
+            file=str(base),
+        )
+    return latched
+
+
+def check_targets(route: Route, layout: Layout) -> None:
+    """Check that every tensor the deltas name is in the checkpoint they will be applied to.
+
+    Raises
+    ------
+    IndexFormatError
+        A delta names a tensor that is not there, or its manifest disagrees on size, dtype or shape.
+    """
+    for delta in route.deltas:
+        for name in delta.digests:
+            if name not in layout:
+                if is_tied_copy(delta, name, layout):
+                    continue
+                raise IndexFormatError(
+                    "the delta names a tensor that the checkpoint does not hold",
+                    version=delta.version,
+                    file=delta.blob(name)[0].path.name,
+                    tensor=name,
+                )
+            entry = layout.entry(name)
+            stated = delta.manifest.tensors.get(name) if delta.manifest is not None else None
+            if stated is not None and (stated.nbytes, stated.dtype, stated.shape) != (
+                entry.nbytes,
+                entry.dtype,
+                entry.shape,
+            ):
+                raise IndexFormatError(
+                    "the manifest describes another tensor than the checkpoint holds",
+                    version=delta.version,
+                    tensor=name,
+                    expected=f"{entry.dtype} {list(entry.shape)}, {entry.nbytes} bytes",
+                    got=f"{stated.dtype} {list(stated.shape)}, {stated.nbytes} bytes",
+                )
+
+
+def is_tied_copy(delta: SourceVersion, name: str, layout: Layout) -> bool:
+    """True for an output head that a tied checkpoint does not hold, published along with its equal embedding."""
+    head, embedding = _TIED_NAMES
+    return (
+        name == head
+        and embedding in layout
+        and delta.digests.get(embedding) == delta.digests[head]
+        and _config_ties(layout.folder)
+    )
+
+
+def _config_ties(folder: Path) -> bool:
+    try:
+        config = json.loads(fsio.read_file(folder / "config.json", _MAX_CONFIG_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(config, dict) and config.get("tie_word_embeddings") is True
+
+
+def _check_base_fingerprint(delta: SourceVersion, fingerprint: str) -> None:
+    stated = delta.manifest.base_fingerprint if delta.manifest is not None else None
+    if stated is not None and stated != fingerprint:
+        raise BaseMismatchError(
+            "the delta was made from other bytes than this base version: another run, or it was published again",
+            version=delta.version,
+            expected=fingerprint,
+            got=stated,
+        )
+
+
+def start_layout(chain: Chain, route: Route, local: Layout | None) -> Layout:
+    """Return the layout that a route starts from; ``local`` is the local checkpoint's, where it is readable."""
+    if route.full is not None and route.full.layout is not None:
+        return route.full.layout
+    if route.start == "applied" and local is not None:
+        return local
+    return chain.base_layout()
+
+
+def _validate(chain: Chain, applied: int | None) -> None:
+    """Open everything that the way from ``applied`` needs, and check it against what it will be applied to."""
+    route = chain.route(applied)
+    local = None
+    if route.start == "applied" and chain.checkpoint is not None:
+        try:
+            local = read_layout(chain.checkpoint, chain.source.files, chain.settings)
+        except (SourceNotReadyError, FormatError):
+            return  # damaged here: the pull rebuilds it, against the base's own layout
+    if route.full is not None or local is not None or chain.base_dir is not None:
+        check_targets(route, start_layout(chain, route, local))

@@ -1,0 +1,308 @@
+"""The disk path: bring a host-local checkpoint to a published version, without a live model."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from gpusync import fsio
+from gpusync.advance import Advance, Staged, finish_rolling, fsync_layout
+from gpusync.audit import Audit, Evidence, PublishedEvidence, TableEvidence, audit
+from gpusync.chain import Chain, check_target, resolve_base, wait_visible
+from gpusync.checkpoint import FolderPaths, LocalState, local_errors, read_state
+from gpusync.config import Settings
+from gpusync.errors import ChainError, FormatError, SourceNotReadyError
+from gpusync.files import OpenFiles
+from gpusync.fold import Fold
+from gpusync.hook import HookCall, PreReadHook
+from gpusync.lock import FolderLock
+from gpusync.marker import Marker, read_marker, write_marker
+from gpusync.swap import Step, reached, recover
+from gpusync.timing import StageClock
+from gpusync.types import Progress, ProgressCallback, PullReport
+
+log = logging.getLogger(__name__)
+
+PathLike = str | os.PathLike[str]
+
+
+def pull(
+    local_checkpoint_dir: PathLike,
+    base_dir: PathLike | None,
+    source_dir: PathLike,
+    target_version: int,
+    pre_read_hook: PreReadHook | None = None,
+    *,
+    durable: bool = True,
+    visibility_timeout_seconds: float = 0.0,
+    lock_timeout_seconds: float = 600.0,
+    progress: ProgressCallback | None = None,
+) -> PullReport:
+    """Bring a local checkpoint to ``target_version``.
+
+    A fresh folder is seeded from the newest full version up to the target, else from the base, with the deltas
+    folded in on the way. A folder that stands at a version is patched from its own files. Files are never written
+    in place: whoever has them open or mapped keeps what they had.
+
+    Parameters
+    ----------
+    local_checkpoint_dir
+        The folder; made if it is not there. On a local file system.
+    base_dir
+        The engine's base checkpoint, version 0. Latched when the folder is seeded: later pulls may pass the local
+        folder itself.
+    source_dir
+        Folder of published versions.
+    target_version
+        0 resets to the base. A positive target at or below the applied version changes nothing.
+    pre_read_hook
+        See :func:`gpusync.open_chain`; called under the folder's lock, once for all processes of this host.
+    durable
+        fsync data before the new version counts. Without it a power cut costs a re-hash, and at worst a rebuild.
+    visibility_timeout_seconds
+        How long to wait for versions that are not visible yet.
+    lock_timeout_seconds
+        How long to wait for another process that works on the folder.
+    progress
+        Called with :class:`gpusync.Progress`; an exception from it stops the pull at a safe point.
+
+    Raises
+    ------
+    SourceNotReadyError, FormatError, ChainError, DigestMismatchError
+        The folder stands where it stood, byte for byte.
+    CheckpointError
+        The local disk failed, or the lock was not free in time.
+    """
+    settings = Settings.from_env()
+    check_target(target_version)
+    folder = Path(os.path.abspath(local_checkpoint_dir))
+    resolve_base(
+        folder, base_dir, read_marker(folder).marker
+    )  # before anything is made in the folder
+    clock = StageClock()
+    lock = FolderLock(folder, lock_timeout_seconds)
+    with lock:
+        opened = open_folder(folder, settings, progress)
+        base = resolve_base(folder, base_dir, opened.state.found.marker)
+        with Chain(
+            source_dir, target_version, checkpoint=folder, base_dir=base, settings=settings
+        ) as chain:
+            update = FolderUpdate(chain, opened, durable=durable, progress=progress, clock=clock)
+            done = update.nothing_to_do()
+            if done is not None:
+                return done
+            if pre_read_hook is not None:
+                with clock.stage("hook"):
+                    hook = HookCall(pre_read_hook, os.fspath(source_dir), target_version)
+                    _call_hook(hook, settings, lock)
+            with clock.stage("open"):
+                wait_visible(update.validate, visibility_timeout_seconds)
+            return update.commit(update.stage())
+
+
+@dataclass(frozen=True)
+class OpenedFolder:
+    """A locked, recovered local checkpoint."""
+
+    paths: FolderPaths
+    state: LocalState
+    recovered: str
+
+
+def open_folder(
+    folder: Path, settings: Settings, progress: ProgressCallback | None
+) -> OpenedFolder:
+    """Recover a locked folder and read what stands in it (steps 1 and 2).
+
+    Raises
+    ------
+    CheckpointIOError
+        The local disk failed.
+    """
+    paths = FolderPaths(folder)
+    reached(Step.LOCKED)
+    recovery = recover(paths)
+    if recovery.rolling is not None:
+        fold = Fold(settings.piece_bytes, settings.workers, paths.state)
+        finish_rolling(paths, recovery.rolling, settings, fold, progress)
+    reached(Step.RECOVERED)
+    with OpenFiles(settings.max_open_files, settings.source_retries) as files:
+        state = read_state(paths, files, settings)
+    return OpenedFolder(paths, state, recovery.outcome)
+
+
+class FolderUpdate:
+    """The work of one pull on an opened folder, once the lock is held."""
+
+    def __init__(
+        self,
+        chain: Chain,
+        opened: OpenedFolder,
+        *,
+        durable: bool,
+        progress: ProgressCallback | None,
+        clock: StageClock,
+    ) -> None:
+        self._chain = chain
+        self._opened = opened
+        self._state = opened.state
+        self._durable = durable
+        self._progress = progress
+        self._clock = clock
+        self._notes: list[str] = []
+
+    def nothing_to_do(self) -> PullReport | None:
+        """Return the report where the folder stands at or above the target, after checking that it is the same run's.
+
+        Raises
+        ------
+        VersionConflictError
+            The applied version's number now holds other bytes.
+        """
+        marker = self._state.marker
+        target = self._chain.target_version
+        if marker is None or target > marker.version or (target == 0 and marker.version > 0):
+            return None
+        if target == marker.version and (self._state.needs_audit or self._base_changed(marker)):
+            return None
+        self._chain.check_identity(marker)
+        if self._durable and not marker.durable and not self._state.needs_audit:
+            with local_errors("fsync", self._opened.paths.folder):
+                fsync_layout(self._state.layout)
+                fsio.fsync_file(self._opened.paths.table)
+                write_marker(self._opened.paths.folder, replace(marker, durable=True))
+        return PullReport(
+            outcome="unchanged" if target == marker.version else "stale",
+            from_version=marker.version,
+            to_version=marker.version,
+            target_version=target,
+            durable=marker.durable or self._durable,
+            recovered=self._opened.recovered,
+            seconds=self._clock.total_seconds,
+            stages=self._clock.times(),
+        )
+
+    def validate(self) -> None:
+        """Validate every version that is needed.
+
+        Raises
+        ------
+        SourceNotReadyError, FormatError, ChainError
+            Nothing was changed.
+        """
+        claimed = self._state.found.marker
+        marker = self._state.marker
+        if marker is not None and self._chain.target_version > 0:
+            self._chain.check_identity(marker)
+        try:
+            route = self._chain.route(marker.version if marker is not None else None)
+        except SourceNotReadyError as err:
+            damaged = marker is None and claimed is not None and err.version is not None
+            if damaged and err.version <= claimed.version:  # type: ignore[operator,union-attr]
+                raise ChainError(
+                    "the local checkpoint is damaged, and what could rebuild it is gone: "
+                    + err.message,
+                    version=err.version,
+                ) from err
+            raise
+        if marker is not None:
+            self._chain.check_base_identity(route, marker)
+        if route.start in ("base", "aggregate"):
+            self._chain.base_layout()
+
+    def stage(self) -> Staged:
+        """Audit the local bytes if they need it, and stage the next state."""
+        found = None
+        if self._state.needs_audit:
+            with self._clock.stage("audit"):
+                found = self._audit()
+        return Advance(
+            self._opened.paths,
+            self._chain,
+            self._state,
+            found=found,
+            durable=self._durable,
+            progress=self._progress,
+            clock=self._clock,
+        ).stage()
+
+    def commit(self, staged: Staged) -> PullReport:
+        """Swap in what was staged, and report."""
+        with self._clock.stage("swap"):
+            if self._progress is not None:
+                self._progress(Progress("swap", message=f"version {staged.route.target}"))
+            staged.commit()
+        route, outcome = staged.route, staged.outcome
+        before = self._state.found.marker
+        seeded = route.start != "applied"
+        return PullReport(
+            outcome="reset" if route.target == 0 and before is not None else "applied",
+            from_version=before.version if before is not None else None,
+            to_version=route.target,
+            target_version=route.target,
+            seed="local" if not seeded else route.start,
+            seed_version=route.start_version if seeded else None,
+            versions=tuple(delta.version for delta in route.deltas),
+            swap=staged.journal.mode,
+            durable=self._durable,
+            recovered=self._opened.recovered,
+            tensors_changed=outcome.changed,
+            tensors_copied=outcome.copied,
+            tensors_healed=tuple(sorted(outcome.healed)),
+            unverified_source=(route.full.version,) if route.full is not None else (),
+            wire_bytes=route.wire_nbytes,
+            written_bytes=outcome.written_bytes,
+            seconds=self._clock.total_seconds,
+            stages=self._clock.times(),
+            notes=tuple(self._notes),
+        )
+
+    def _audit(self) -> Audit | None:
+        """Digest the local bytes against whatever evidence there is."""
+        state = self._state
+        if state.marker is None or state.layout is None:
+            return None
+        fold = Fold(self._chain.settings.piece_bytes, self._chain.settings.workers)
+        evidence = find_evidence(self._chain, state, fold)
+        if evidence is None:
+            self._notes.append(
+                f"version {state.marker.version} was taken over as it stands: "
+                "its versions are gone, nothing proves its bytes"
+            )
+        found = audit(state.layout, self._chain.source.files, fold, evidence)
+        if found.bad:
+            self._notes.append(f"{len(found.bad)} damaged tensor(s) are rebuilt from the seed")
+        return found
+
+    def _base_changed(self, marker: Marker) -> bool:
+        """True where the folder stands at version 0 of another base than the one given."""
+        if self._chain.target_version > 0 or self._chain.base_dir is None:
+            return False
+        return self._chain.base_fingerprint() != marker.fingerprint
+
+
+def find_evidence(chain: Chain, state: LocalState, fold: Fold) -> Evidence | None:
+    """Return what a folder's bytes can be held against: its table, else what is still published, else None."""
+    if state.table is not None:
+        return TableEvidence(state.table)
+    if state.marker is None:
+        return None
+    at_marker = Chain(
+        chain.source.path,
+        state.marker.version,
+        checkpoint=chain.checkpoint,
+        base_dir=chain.base_dir,
+        settings=chain.settings,
+    )
+    try:
+        return PublishedEvidence(at_marker, fold)
+    except (SourceNotReadyError, FormatError, ChainError) as err:
+        log.info("no_evidence version=%s reason=%s", state.marker.version, err)
+        return None
+
+
+def _call_hook(hook: HookCall, settings: Settings, lock: FolderLock) -> None:
+    lock.hold_until_returned(hook)
+    hook.run(settings.hook_timeout_seconds)

@@ -1,0 +1,157 @@
+"""A bounded set of open files for positional reads by many threads.
+
+A version can have hundreds of shards and a chain dozens of versions; descriptors are opened on demand and the
+least recently used idle one is closed when more than ``max_open`` are held.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from gpusync import fsio
+
+_RETRIED = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
+
+
+@dataclass(frozen=True, slots=True)
+class FileStamp:
+    """What tells one file from another that took its name. Compared within one operation only: remounts change it."""
+
+    inode: int
+    nbytes: int
+    mtime_ns: int
+
+
+class FileChangedError(OSError):
+    """The file under a name is no longer the one that was validated."""
+
+
+@dataclass(slots=True)
+class _Open:
+    fd: int
+    users: int = 0
+
+
+class OpenFiles:
+    """Open files by path, shared by threads; use as a context manager.
+
+    Parameters
+    ----------
+    max_open
+        Idle descriptors kept. Those in use at one moment may exceed it by the number of threads.
+    retries
+        How often a read that failed with EIO, ESTALE or ETIMEDOUT is repeated on a fresh descriptor.
+    """
+
+    def __init__(self, max_open: int, retries: int) -> None:
+        self._max_open = max_open
+        self._retries = retries
+        self._lock = threading.Lock()
+        self._files: OrderedDict[Path, _Open] = OrderedDict()
+
+    def read_into(
+        self, path: Path, buffer: memoryview, offset: int, stamp: FileStamp | None = None
+    ) -> None:
+        """Fill ``buffer`` from ``offset`` bytes into the file.
+
+        Raises
+        ------
+        FileChangedError
+            The file is not the one of ``stamp``, or ended early.
+        OSError
+            As the system says, after the retries.
+        """
+        for attempt in range(self._retries + 1):
+            try:
+                with self._use(path, stamp) as fd:
+                    got = fsio.pread_into(fd, buffer, offset)
+                if got != len(buffer):
+                    raise FileChangedError(
+                        errno.ESTALE,
+                        f"ended {len(buffer) - got} bytes early at {offset + got}",
+                        str(path),
+                    )
+                return
+            except FileChangedError:
+                raise
+            except OSError as err:
+                self.forget(path)
+                if err.errno not in _RETRIED or attempt == self._retries:
+                    raise
+
+    def stamp(self, path: Path) -> FileStamp:
+        """Open the file if it is not open, and return its stamp."""
+        with self._use(path, None) as fd:
+            return _stamp_of(fd)
+
+    def forget(self, path: Path) -> None:
+        """Close the file if nobody is reading it, so that the next read opens it afresh."""
+        with self._lock:
+            entry = self._files.get(path)
+            if entry is not None and entry.users == 0:
+                del self._files[path]
+                fsio.close(entry.fd)
+
+    def close(self) -> None:
+        """Close every file. Nobody may be reading."""
+        with self._lock:
+            for entry in self._files.values():
+                fsio.close(entry.fd)
+            self._files.clear()
+
+    def __enter__(self) -> OpenFiles:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @contextmanager
+    def _use(self, path: Path, stamp: FileStamp | None) -> Iterator[int]:
+        with self._lock:
+            entry = self._files.get(path)
+            if entry is None:
+                fd = fsio.open_regular(path)
+                try:
+                    if stamp is not None and _stamp_of(fd) != stamp:
+                        raise FileChangedError(
+                            errno.ESTALE, "replaced since it was validated", str(path)
+                        )
+                except OSError:
+                    fsio.close(fd)
+                    raise
+                entry = self._files[path] = _Open(fd)
+            self._files.move_to_end(path)
+            entry.users += 1
+        try:
+            yield entry.fd
+        finally:
+            with self._lock:
+                entry.users -= 1
+                self._close_idle()
+
+    def _close_idle(self) -> None:
+        if len(self._files) <= self._max_open:
+            return
+        for path, entry in list(self._files.items()):
+            if entry.users == 0:
+                del self._files[path]
+                fsio.close(entry.fd)
+            if len(self._files) <= self._max_open:
+                return
+
+
+def _stamp_of(fd: int) -> FileStamp:
+    info = fsio.fstat(fd)
+    return FileStamp(info.st_ino, info.st_size, info.st_mtime_ns)

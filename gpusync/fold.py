@@ -1,0 +1,318 @@
+"""Fold: new bytes of one tensor = its origin with the deltas applied, in pieces, digested on the way.
+
+Everything that produces tensor bytes runs through here: seeding, patching, healing, resetting, dry passes, and the
+change lists of a live model. Memory per thread is a few pieces, whatever the tensor's size or the chain's length:
+long chains run in several passes over an unlinked scratch file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpusync import fsio
+from gpusync.digest import Hasher, new_hasher
+from gpusync.encodings import Layer, open_layer
+from gpusync.errors import FrameFormatError, VersionConflictError
+from gpusync.files import FileChangedError, FileStamp, OpenFiles
+from gpusync.frames import MAX_WINDOW, Where, WindowTooLargeError
+from gpusync.layout import unreadable
+from gpusync.source import SourceVersion
+from gpusync.types import Algorithm, Digest
+
+Bytes = NDArray[np.uint8]
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+# Decoders that run side by side, over all threads, and the window each may have. A rare larger window is decoded
+# by one thread alone. Together: the decoders' memory stays under 16 x 8 MiB + 128 MiB.
+_STREAMS = 16
+_SHARED_WINDOW = 8 << 20
+_large_window = threading.Lock()
+_local = threading.local()
+
+
+class Origin(Protocol):
+    """Bytes of one tensor before the deltas."""
+
+    def read_into(self, piece: Bytes, offset: int) -> None:
+        """Fill ``piece`` with the tensor's bytes from ``offset``."""
+
+
+class Sink(Protocol):
+    """Receives a tensor's new bytes, in order; ``piece`` is reused after the call returns."""
+
+    def write(self, piece: Bytes, offset: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class FileOrigin:
+    """A tensor in a checkpoint's shard. ``explain`` turns a system error into the reader's typed one."""
+
+    files: OpenFiles
+    path: Path
+    stamp: FileStamp | None
+    begin: int
+    explain: Callable[[OSError], Exception]
+
+    def read_into(self, piece: Bytes, offset: int) -> None:
+        try:
+            self.files.read_into(self.path, memoryview(piece), self.begin + offset, self.stamp)
+        except OSError as err:
+            raise self.explain(err) from err
+
+
+@dataclass(frozen=True)
+class ArrayOrigin:
+    """A tensor in memory, as bytes."""
+
+    array: Bytes
+
+    def read_into(self, piece: Bytes, offset: int) -> None:
+        np.copyto(piece, self.array[offset : offset + piece.size])
+
+
+@dataclass(frozen=True)
+class FileSink:
+    """Writes a tensor into a file under construction, ``begin`` bytes into it."""
+
+    fd: int
+    begin: int
+
+    def write(self, piece: Bytes, offset: int) -> None:
+        fsio.pwrite(self.fd, memoryview(piece), self.begin + offset)
+
+
+class NullSink:
+    """Drops the bytes: a dry pass that only digests."""
+
+    def write(self, piece: Bytes, offset: int) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class BlobSource:
+    """One tensor's blob in a published delta."""
+
+    files: OpenFiles
+    delta: SourceVersion
+    tensor: str
+
+    @property
+    def nbytes(self) -> int:
+        return self.delta.blob(self.tensor)[1].nbytes
+
+    def open(self, nbytes: int, max_window: int, spill: Callable[[], IO[bytes]]) -> _OpenBlob:
+        """Return the delta as a layer over a tensor of ``nbytes``."""
+        return _OpenBlob(self, nbytes, max_window, spill)
+
+
+class _OpenBlob:
+    """A blob being decoded; its compressed bytes are digested where the publisher's manifest gives their digest."""
+
+    def __init__(
+        self, source: BlobSource, nbytes: int, max_window: int, spill: Callable[[], IO[bytes]]
+    ) -> None:
+        delta = source.delta
+        self._files = source.files
+        self._shard, entry = delta.blob(source.tensor)
+        self._position = self._shard.header.data_offset + entry.begin
+        self._end = self._position + entry.nbytes
+        self._where = Where(
+            version=delta.version,
+            file=self._shard.path.name,
+            tensor=source.tensor,
+            offset=self._position,
+        )
+        stated = delta.manifest.tensors.get(source.tensor) if delta.manifest is not None else None
+        self._stated = stated.blob_digest if stated is not None else None
+        self._hasher: Hasher | None = new_hasher("xxh3-128") if self._stated else None
+        if delta.index is None:
+            raise FrameFormatError("a full version has no blobs", version=delta.version)
+        self._layer: Layer = open_layer(
+            delta.index.encoding,
+            self._read,
+            blob_nbytes=entry.nbytes,
+            nbytes=nbytes,
+            max_window=max_window,
+            where=self._where,
+            spill=spill,
+        )
+
+    def apply(self, piece: Bytes, offset: int) -> None:
+        self._layer.apply(piece, offset)
+
+    def finish(self) -> None:
+        self._layer.finish()
+        if self._hasher is None:
+            return
+        got = self._hasher.digest().hex
+        if got != self._stated:
+            raise FrameFormatError(
+                "the blob is not the one that the manifest describes",
+                version=self._where.version,
+                file=self._where.file,
+                tensor=self._where.tensor,
+                expected=self._stated,
+                got=got,
+            )
+
+    def _read(self, nbytes: int) -> bytes:
+        buffer = bytearray(min(nbytes, self._end - self._position))
+        if buffer:
+            try:
+                self._files.read_into(
+                    self._shard.path, memoryview(buffer), self._position, self._shard.stamp
+                )
+            except FileChangedError as err:
+                raise VersionConflictError(
+                    "the shard was replaced while it was read; pull again",
+                    version=self._where.version,
+                    file=self._where.file,
+                    tensor=self._where.tensor,
+                ) from err
+            except OSError as err:
+                raise unreadable(err, self._shard.path, version=self._where.version) from err
+            self._position += len(buffer)
+            if self._hasher is not None:
+                self._hasher.update(buffer)
+        return bytes(buffer)
+
+
+@dataclass(frozen=True)
+class Fold:
+    """How to fold: piece size, threads that share the decoders, and where scratch files go.
+
+    ``scratch_dir`` should be on disk: its pages are then the page cache's, not this process's memory.
+    """
+
+    piece_bytes: int
+    workers: int
+    scratch_dir: Path | None = None
+
+    def run(
+        self,
+        nbytes: int,
+        origin: Origin,
+        blobs: Sequence[BlobSource],
+        sink: Sink,
+        algorithms: Iterable[Algorithm],
+        on_piece: Callable[[int], None] | None = None,
+    ) -> dict[Algorithm, Digest]:
+        """Write a tensor's new bytes to ``sink`` and return their digests.
+
+        Parameters
+        ----------
+        nbytes
+            Size of the tensor, before and after.
+        blobs
+            The deltas to apply, oldest first.
+        on_piece
+            Called with the bytes done after each piece; an exception from it stops the fold.
+
+        Raises
+        ------
+        FrameFormatError, SourceNotReadyError, VersionConflictError
+            A blob cannot be decoded or read. What the sink has received by then is void.
+        """
+        streams = max(1, _STREAMS // self.workers)
+        try:
+            return self._passes(
+                nbytes, origin, blobs, sink, algorithms, on_piece, streams, _SHARED_WINDOW
+            )
+        except WindowTooLargeError:
+            with _large_window:
+                return self._passes(
+                    nbytes, origin, blobs, sink, algorithms, on_piece, 1, MAX_WINDOW
+                )
+
+    def _passes(
+        self,
+        nbytes: int,
+        origin: Origin,
+        blobs: Sequence[BlobSource],
+        sink: Sink,
+        algorithms: Iterable[Algorithm],
+        on_piece: Callable[[int], None] | None,
+        streams: int,
+        max_window: int,
+    ) -> dict[Algorithm, Digest]:
+        groups = [blobs[i : i + streams] for i in range(0, len(blobs), streams)] or [[]]
+        with contextlib.ExitStack() as stack:
+            for group in groups[:-1]:
+                scratch = stack.enter_context(self._scratch())
+                self._one_pass(nbytes, origin, group, FileSink(scratch.fileno(), 0), {}, max_window)
+                origin = _ScratchOrigin(scratch.fileno())
+            hashers = {algorithm: new_hasher(algorithm) for algorithm in algorithms}
+            self._one_pass(nbytes, origin, groups[-1], sink, hashers, max_window, on_piece)
+        return {algorithm: hasher.digest() for algorithm, hasher in hashers.items()}
+
+    def _one_pass(
+        self,
+        nbytes: int,
+        origin: Origin,
+        blobs: Sequence[BlobSource],
+        sink: Sink,
+        hashers: dict[Algorithm, Hasher],
+        max_window: int,
+        on_piece: Callable[[int], None] | None = None,
+    ) -> None:
+        layers = [blob.open(nbytes, max_window, self._scratch) for blob in blobs]
+        buffer = _piece_buffer(self.piece_bytes)
+        for offset in range(0, nbytes, self.piece_bytes):
+            piece = buffer[: min(self.piece_bytes, nbytes - offset)]
+            origin.read_into(piece, offset)
+            for layer in layers:
+                layer.apply(piece, offset)
+            for hasher in hashers.values():
+                hasher.update(memoryview(piece))
+            sink.write(piece, offset)
+            if on_piece is not None:
+                on_piece(piece.size)
+        for layer in layers:
+            layer.finish()
+
+    def _scratch(self) -> IO[bytes]:
+        return fsio.scratch_file(self.scratch_dir)
+
+
+@dataclass(frozen=True)
+class _ScratchOrigin:
+    fd: int
+
+    def read_into(self, piece: Bytes, offset: int) -> None:
+        fsio.pread_into(self.fd, memoryview(piece), offset)
+
+
+def run_parallel(
+    work: Callable[[Item], Result], items: Sequence[Item], workers: int
+) -> Iterator[Result]:
+    """Run ``work`` over ``items`` in threads and yield results as they finish; the first error stops the rest.
+
+    Items should be ordered largest first, so that the last thread is not left alone with the largest. When this
+    returns or raises, no thread is still at work.
+    """
+    with ThreadPoolExecutor(max_workers=max(1, min(workers, len(items) or 1))) as pool:
+        futures = [pool.submit(work, item) for item in items]
+        try:
+            for future in as_completed(futures):
+                yield future.result()
+        finally:
+            for future in futures:
+                future.cancel()
+
+
+def _piece_buffer(nbytes: int) -> Bytes:
+    """This thread's piece buffer, reused: fresh large buffers cost a page fault per 4 KiB."""
+    buffer: Bytes | None = getattr(_local, "piece", None)
+    if buffer is None or buffer.size != nbytes:
+        buffer = _local.piece = np.empty(nbytes, np.uint8)
+    return buffer

@@ -1,0 +1,125 @@
+"""The rolling swap: no room for a second copy, so shards are built and renamed one by one.
+
+By the time the marker is removed every digest was proven by a dry pass, the deltas are in the local spool (a verbatim
+copy of their version folders, so the same readers read it), and space for the largest shard was seen to be free.
+What is left after a crash needs neither the publisher nor the network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from gpusync import fsio
+from gpusync.chain import Chain, Route
+from gpusync.checkpoint import FolderPaths, read_bound_table
+from gpusync.config import Settings
+from gpusync.errors import CheckpointError
+from gpusync.fold import Fold
+from gpusync.index import INDEX_NAME, MANIFEST_NAME
+from gpusync.layout import read_layout
+from gpusync.materialize import (
+    Materializer,
+    ShardPlan,
+    TensorPlan,
+    copy_file,
+    mismatch,
+    plan_shards,
+    reserve_shards,
+)
+from gpusync.swap import BuildShard, Journal
+from gpusync.types import Digest, ProgressCallback
+
+
+def spool_versions(route: Route, paths: FolderPaths) -> None:
+    """Copy the route's deltas into the spool, fsynced: index and manifest last, as a publisher writes them.
+
+    Raises
+    ------
+    SourceNotReadyError, HeaderFormatError
+        The source cannot be read.
+    OSError
+        The local disk failed.
+    """
+    fsio.remove_tree(paths.spool)
+    for delta in route.deltas:
+        folder = paths.spool / delta.path.name
+        fsio.make_dir(folder)
+        names = [*delta.shards, *([MANIFEST_NAME] if delta.manifest is not None else [])]
+        for name in [*names, INDEX_NAME]:
+            copy_file(delta.path / name, folder / name)
+            fsio.fsync_file(folder / name)
+        fsio.fsync_dir(folder)
+    fsio.make_dir(paths.spool)
+    fsio.fsync_dir(paths.spool)
+
+
+def reserve_rolling(paths: FolderPaths, plans: Sequence[ShardPlan]) -> None:
+    """See that there is room for the largest shard beside the spool, before anything is removed.
+
+    An old file that has other links (to the base, say) gives nothing back when it is replaced, so every such file
+    counts in full.
+
+    Raises
+    ------
+    OSError
+        ENOSPC where there is not.
+    """
+    nbytes = rolling_room(paths.folder, plans)
+    fd = fsio.create(paths.reserve)
+    try:
+        fsio.allocate(fd, nbytes)
+    finally:
+        fsio.close(fd)
+        fsio.unlink(paths.reserve)
+
+
+def rolling_room(folder: Path, plans: Sequence[ShardPlan]) -> int:
+    """Bytes of local disk that building the shards one by one takes at its worst moment."""
+    linked = sum(plan.nbytes for plan in plans if fsio.lstat(folder / plan.file).st_nlink > 1)
+    return linked + max((plan.nbytes for plan in plans), default=0)
+
+
+def shard_builder(
+    paths: FolderPaths,
+    journal: Journal,
+    settings: Settings,
+    fold: Fold,
+    progress: ProgressCallback | None,
+) -> tuple[Chain, BuildShard]:
+    """Return the spool's chain (the caller closes it) and a function that builds one staged shard from it.
+
+    Every tensor is checked against the digest that the dry pass recorded for it.
+
+    Raises
+    ------
+    CheckpointError
+        The spool or its table is damaged.
+    """
+    table = read_bound_table(paths.staging / paths.table.name, journal.after.id)
+    if table is None:
+        raise CheckpointError(
+            "the table of a swap in progress is damaged; pull again to rebuild the folder",
+            file=str(paths.staging / paths.table.name),
+        )
+    chain = Chain(
+        paths.spool, journal.after.version, checkpoint=None, base_dir=None, settings=settings
+    )
+    files = chain.source.files
+    route = chain.route(journal.from_version)
+    layout = read_layout(paths.folder, files, settings)
+    plans = {plan.file: plan for plan in plan_shards(layout, route, files, known=table)}
+
+    def build(file: str) -> None:
+        fsio.make_dir(paths.staging)
+        reserve_shards([plans[file]], paths.staging)
+        Materializer(fold, _refuse, progress).write([plans[file]], paths.staging)
+        fsio.fsync_file(paths.staging / file)
+        fsio.fsync_dir(paths.staging)
+        files.forget(paths.folder / file)  # the old file's blocks are free once it is replaced
+
+    return chain, build
+
+
+def _refuse(plan: TensorPlan, got: Digest) -> TensorPlan:
+    raise mismatch(plan, got)
