@@ -50,12 +50,6 @@ class Changes:
     values: Bytes
 
 
-def any_nonzero(piece: Bytes) -> bool:
-    """True where a contiguous piece holds a byte that is not zero; read eight bytes at a time."""
-    whole = piece.size & ~7
-    return bool(piece[:whole].view(np.uint64).any()) or bool(piece[whole:].any())
-
-
 def find_changes(delta: Bytes, new: Bytes, offset: int, encoding: Encoding) -> Changes:
     """Return where a piece of old XOR new is not zero, with the values that ``encoding`` stores.
 
@@ -66,7 +60,8 @@ def find_changes(delta: Bytes, new: Bytes, offset: int, encoding: Encoding) -> C
     offset
         Byte position of the piece in the tensor.
     """
-    where = np.flatnonzero(delta)
+    # numpy searches a bool array five times as fast as one of bytes.
+    where = np.flatnonzero(delta != 0)
     values = new[where] if encoding == "overwrite" else delta[where]
     return Changes(where.astype(np.int64, copy=False) + offset, values)
 

@@ -1,0 +1,166 @@
+"""Putting one version into ``source_dir``: built in a hidden folder beside, fsynced, renamed into place.
+
+A receiver that lists the folder sees the whole version or nothing; within it the index was written last all the same,
+for stores that copy file by file. Steps, in this order:
+
+1. lock: one publisher per host works on a source folder (across hosts the rename in 6 decides);
+2. hidden folder, what an earlier publisher left in it removed;
+3. shards, then the manifest, each fsynced;
+4. the index, fsynced;
+5. the hidden folder fsynced;
+6. rename to ``weight_vNNNNNN``, refused by the system where that is there and not empty;
+7. ``source_dir`` fsynced.
+"""
+
+from __future__ import annotations
+
+import errno
+import platform
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+from gpusync import fsio
+from gpusync.config import Settings
+from gpusync.errors import CheckpointIOError, VersionConflictError
+from gpusync.index import version_dir_name
+
+_LOCK_NAME = ".gpusync-publish.lock"
+_COPY_NBYTES = 4 << 20
+
+
+@contextmanager
+def io_errors() -> Iterator[None]:
+    """Turn an OSError of the publisher's own reading and writing into CheckpointIOError."""
+    try:
+        yield
+    except OSError as err:
+        raise CheckpointIOError(
+            f"publishing failed: {err.strerror or err}",
+            file=str(err.filename) if err.filename else None,
+            errno=err.errno,
+        ) from err
+
+
+@contextmanager
+def publish_lock(source_dir: Path) -> Iterator[None]:
+    """Hold the publisher's lock of a source folder, which is made if it is not there.
+
+    Raises
+    ------
+    VersionConflictError
+        Another publisher of this host holds it.
+    """
+    fsio.make_dir(source_dir)
+    fd = fsio.open_lock_file(source_dir / _LOCK_NAME)
+    try:
+        if not fsio.try_flock(fd):
+            raise VersionConflictError(
+                f"another publisher is at work in {source_dir}. Wait for it, or stop it."
+            )
+        yield
+    finally:
+        fsio.close(fd)
+
+
+@contextmanager
+def worker_threads(settings: Settings) -> Iterator[Executor]:
+    """Threads that start tasks in the order given; on an error, tasks that did not start are dropped."""
+    pool = ThreadPoolExecutor(settings.workers, thread_name_prefix="gpusync-publish")
+    try:
+        yield pool
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+@contextmanager
+def pending_version(source_dir: Path, version: int) -> Iterator[PendingVersion]:
+    """Build a version in the block; what was not published at its end is removed."""
+    pending = PendingVersion(source_dir, version)
+    try:
+        yield pending
+    finally:
+        pending.discard()
+
+
+class PendingVersion:
+    """A version that is being built; nobody sees it before `publish`.
+
+    Parameters
+    ----------
+    source_dir
+        Where it will stand; the caller holds its `publish_lock`.
+    """
+
+    def __init__(self, source_dir: Path, version: int) -> None:
+        self.version = version
+        self.path = source_dir / version_dir_name(version)
+        self.nbytes = 0
+        # One name per host: the lock keeps others of this host out, and nobody removes another host's folder.
+        self._folder = source_dir / f".gpusync-publish.{platform.node() or 'host'}.tmp"
+        fsio.remove_tree(self._folder)
+        fsio.make_dir(self._folder)
+
+    def write_file(self, name: str, pieces: Sequence[bytes]) -> None:
+        """Write and fsync one file of the version."""
+        fd = fsio.create(self._folder / name)
+        try:
+            offset = 0
+            for piece in pieces:
+                fsio.pwrite(fd, memoryview(piece), offset)
+                offset += len(piece)
+            fsio.fsync(fd)
+        finally:
+            fsio.close(fd)
+        self.nbytes += offset
+
+    def copy_file(self, source: Path) -> Iterator[int]:
+        """Copy and fsync one file under its own name; yield the bytes done after each piece."""
+        source_fd = fsio.open_regular(source)
+        try:
+            fd = fsio.create(self._folder / source.name)
+            try:
+                buffer = memoryview(bytearray(_COPY_NBYTES))
+                offset = 0
+                while count := fsio.pread_into(source_fd, buffer, offset):
+                    fsio.pwrite(fd, buffer[:count], offset)
+                    offset += count
+                    yield count
+                fsio.fsync(fd)
+            finally:
+                fsio.close(fd)
+        finally:
+            fsio.close(source_fd)
+        self.nbytes += offset
+
+    def rename_file(self, old: str, new: str) -> None:
+        fsio.rename(self._folder / old, self._folder / new)
+
+    def publish(self) -> None:
+        """Make the version visible and durable.
+
+        Raises
+        ------
+        VersionConflictError
+            The version was published by someone else meanwhile.
+        """
+        fsio.fsync_dir(self._folder)
+        conflict = fsio.exists(self.path)
+        if not conflict:
+            try:
+                fsio.rename(self._folder, self.path)
+            except OSError as err:
+                if err.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                    raise
+                conflict = True
+        if conflict:
+            raise VersionConflictError(
+                f"{self.path.name} is there already: another publisher wrote it. Only one may publish.",
+                version=self.version,
+            )
+        fsio.fsync_dir(self.path.parent)
+
+    def discard(self) -> None:
+        """Remove what was built."""
+        fsio.remove_tree(self._folder)
