@@ -235,7 +235,7 @@ def machine_info(temp_dir: Path) -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "kernel": platform.release(),
-        "file_system": _output("df", "--output=fstype", str(temp_dir)).split()[-1],
+        "file_system": _output("df", "--output=fstype", str(temp_dir)).rpartition("\n")[2],
         "load_average": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
         "packages": versions,

@@ -54,7 +54,7 @@ class Stream:
 
 def plan_tensors(model_nbytes: int) -> dict[str, tuple[int, ...]]:
     """Return tensor -> shape of a Llama-like bf16 model of about ``model_nbytes``, embedding a quarter of it."""
-    hidden = 2048 if model_nbytes >= 256 << 20 else 256
+    hidden = 2048 if model_nbytes >= 500_000_000 else 1024 if model_nbytes >= 100_000_000 else 256
     kv, ffn = hidden // 4, hidden * 11 // 4
     block = {
         "self_attn.q_proj.weight": (hidden, hidden),
