@@ -102,8 +102,28 @@ def publish(
     full: Annotated[bool, typer.Option("--full", help="Publish a full version.")] = False,
     as_json: AsJson = False,
 ) -> int:
-    """Publish a checkpoint as the next version."""
-    raise NotImplementedError
+    """Publish a checkpoint as the next version: what differs from the last one, or with --full all of it."""
+    from gpusync import views
+    from gpusync.publish import publish_checkpoint
+
+    stop = StopFlag()
+    with console.stop_on_signals(stop), console.progress_shown(stop) as progress:
+        report = publish_checkpoint(
+            base,
+            new,
+            source,
+            encoding=encoding.value,
+            checksum=checksum.value,
+            framing=framing.value,
+            full=full,
+            progress=progress,
+        )
+    if as_json:
+        message = f"published version {report.version}"
+        console.print_document(success_document(message, report.to_dict()))
+    else:
+        views.show_publish(report)
+    return 0
 
 
 @app.command()
@@ -326,8 +346,9 @@ def _usage(error: Exception, as_json: bool) -> int:
     text = error.format_message() if hasattr(error, "format_message") else str(error)
     if as_json:
         console.print_document({"success": False, "error": "UsageError", "message": text})
-    console.print_note(f"usage error: {text}")
-    console.print_note("try gpusync --help, or gpusync COMMAND --help")
+    if text:  # without any argument the help was shown instead
+        console.print_note(f"usage error: {text}")
+        console.print_note("try gpusync --help, or gpusync COMMAND --help")
     return USAGE_EXIT_CODE
 
 

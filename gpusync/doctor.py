@@ -31,7 +31,6 @@ _NETWORK_FILE_SYSTEMS = frozenset(
 )
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 _MOUNTS_FILE = Path("/proc/self/mountinfo")
-_SMALL_FILE_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -122,7 +121,7 @@ def look_at_folder(folder: Path) -> Folder:
     real = Path(os.path.realpath(folder))
     free = fsio.free_bytes(real)
     try:
-        mounts = fsio.read_file(_MOUNTS_FILE, _SMALL_FILE_BYTES).decode("utf-8", "replace")
+        mounts = _MOUNTS_FILE.read_text("utf-8", "replace")
     except OSError:
         mounts = ""
     return Folder(str(real), parse_file_system(mounts, real), free)
@@ -162,7 +161,7 @@ def _gpus() -> tuple[tuple[str, ...], str | None]:
 
 def _driver_version() -> str | None:
     try:
-        text = fsio.read_file(_DRIVER_FILE, _SMALL_FILE_BYTES).decode("utf-8", "replace")
+        text = _DRIVER_FILE.read_text("utf-8", "replace")
     except OSError:
         return None
     words = text.partition("Kernel Module")[2].split()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from gpusync.console import human_bytes, print_line, print_table
 from gpusync.doctor import Diagnosis
 from gpusync.outcome import describe_pull
+from gpusync.publish import PublishReport
 from gpusync.survey import Survey, VersionRow
 from gpusync.types import PullReport, StageTimes, VerifyReport
 
@@ -34,6 +35,16 @@ def show_pull(report: PullReport) -> None:
         print_line(f"note: full versions carry no digests to check against: {versions}")
 
 
+def show_publish(report: PublishReport) -> None:
+    """Print what was published."""
+    print_line(f"published version {report.version} ({report.kind}) as {report.path}")
+    how = f"; {report.encoding}, {report.checksum}, {report.framing}" if report.encoding else ""
+    print_line(
+        f"{report.tensors_changed} of {report.tensors} tensors, {human_bytes(report.wire_bytes)} for "
+        f"{human_bytes(report.nbytes)} in {report.seconds:.2f} s{how}; run {report.run_id}"
+    )
+
+
 def show_stages(title: str, stages: StageTimes) -> None:
     """Print seconds and bytes per stage; a stage that only counts bytes is shown too."""
     names = dict.fromkeys([*stages.seconds, *stages.bytes])
@@ -48,7 +59,17 @@ def show_survey(found: Survey) -> None:
     """Print the versions of a source folder and how they hang together."""
     print_table(
         found.source_dir,
-        ("version", "kind", "encoding", "tensors", "bytes", "ratio", "frames/blob", "state"),
+        (
+            "version",
+            "kind",
+            "encoding",
+            "tensors",
+            "bytes",
+            "ratio",
+            "frames/blob",
+            "most",
+            "state",
+        ),
         [_version_cells(row) for row in found.versions],
     )
     for row in found.versions:
@@ -134,6 +155,7 @@ def show_demo(result: DemoResult) -> None:
 
 
 def _version_cells(row: VersionRow) -> tuple[object, ...]:
+    frames = f"{row.frames / row.tensors:.1f}" if row.kind == "delta" and row.tensors else None
     return (
         row.version,
         row.kind,
@@ -141,16 +163,10 @@ def _version_cells(row: VersionRow) -> tuple[object, ...]:
         row.tensors,
         human_bytes(row.wire_bytes),
         f"{row.ratio:.4f}" if row.ratio is not None else None,
-        _frames_text(row),
+        frames,
+        row.max_frames_per_blob if frames is not None else None,
         row.state,
     )
-
-
-def _frames_text(row: VersionRow) -> str | None:
-    if row.kind != "delta":
-        return None
-    mean = row.frames / row.tensors if row.tensors else 0.0
-    return f"{mean:.1f} (most {row.max_frames_per_blob})"
 
 
 def _folder_text(file_system: str, free_bytes: int) -> str:

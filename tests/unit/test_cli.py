@@ -1,0 +1,400 @@
+"""The ``gpusync`` command: exit status, what goes to stdout and what to stderr, for people and for machines."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpusync import cli, console
+from gpusync.errors import (
+    CheckpointError,
+    DeviceError,
+    FormatError,
+    GpuSyncError,
+    ModelPoisonedError,
+    SourceNotReadyError,
+)
+from gpusync.outcome import StopFlag, Stopped, advice_for
+from gpusync.types import Progress
+from tests import driver, wire
+
+
+@pytest.fixture
+def stream(tmp_path: Path) -> wire.Stream:
+    """A tiny base checkpoint, with nothing published yet and no local folder."""
+    return wire.Stream(tmp_path / "stream")
+
+
+def pull_arguments(stream: wire.Stream, target: int) -> list[str]:
+    folders = {"--local": stream.local, "--base": stream.base, "--source": stream.source}
+    named = [text for name, path in folders.items() for text in (name, str(path))]
+    return ["pull", *named, "--target", str(target)]
+
+
+def run_json(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> tuple[int, Any]:
+    """Run a command with ``--json``; stdout must be exactly one JSON document."""
+    code = cli.main([*arguments, "--json"])
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1
+    return code, json.loads(out)
+
+
+# ---- usage -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["no-such-command"],
+        ["pull"],
+        ["pull", "--no-such-option"],
+        ["pull", "--local", "a", "--base", "b", "--source", "c", "--target", "-1"],
+        ["pull", "--local", "a", "--base", "b", "--source", "c", "--target", "x"],
+        ["publish", "--base", "a", "--new", "b", "--source", "c", "--encoding", "zip"],
+        ["serve", "--base-dir", "a", "--port", "70000"],
+        ["doctor", "/no/such/folder"],
+    ],
+)
+def test_usage_errors_exit_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(arguments) == 2
+    captured = capsys.readouterr()
+    assert "usage error" in captured.err
+    assert captured.out == ""
+    code, document = run_json(capsys, arguments)
+    assert code == 2
+    assert document["success"] is False
+    assert document["error"] == "UsageError"
+
+
+def test_no_arguments_show_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 2
+    assert "Usage" in capsys.readouterr().out
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == 0
+    out = capsys.readouterr().out
+    for command in ("demo", "publish", "pull", "inspect", "verify", "serve", "doctor", "warmup"):
+        assert command in out
+        assert cli.main([command, "--help"]) == 0
+        assert "--json" in capsys.readouterr().out
+
+
+def test_a_bad_setting_in_the_environment_is_a_usage_error(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GPUSYNC_THREADS", "many")
+    code, document = run_json(capsys, ["doctor"])
+    assert code == 2
+    assert "GPUSYNC_THREADS" in document["message"]
+
+
+# ---- pull ----------------------------------------------------------------------------------------------
+
+
+def test_pull_applies_then_has_nothing_to_do(
+    stream: wire.Stream, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stream.delta()
+    stream.delta()
+    code, document = run_json(capsys, pull_arguments(stream, 2))
+    assert code == 0
+    assert document["success"] is True
+    assert (document["outcome"], document["to_version"]) == ("applied", 2)
+    assert document["versions"] == [1, 2]
+    driver.check_at(stream, 2)
+    assert cli.main(pull_arguments(stream, 2)) == 0
+    assert "nothing to do" in capsys.readouterr().out
+
+
+def test_pull_shows_stages_to_people(
+    stream: wire.Stream, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stream.delta()
+    assert cli.main([*pull_arguments(stream, 1), "--no-durable"]) == 0
+    out = capsys.readouterr().out
+    assert "applied version 1" in out
+    assert "materialize" in out
+    assert "not fsynced" in out
+
+
+def test_an_absent_version_exits_with_3_and_says_what_to_do(
+    stream: wire.Stream, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stream.delta()
+    assert cli.main(pull_arguments(stream, 7)) == 3
+    captured = capsys.readouterr()
+    assert "SourceNotReadyError" in captured.err
+    assert "what to do" in captured.err
+    code, document = run_json(capsys, pull_arguments(stream, 7))
+    assert code == 3
+    assert document["error"] == "SourceNotReadyError"
+    assert document["what_to_do"]
+
+
+def test_a_broken_index_exits_with_4(
+    stream: wire.Stream, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stream.delta()
+    (stream.folder(1) / wire.INDEX).write_text("{not json")
+    code, document = run_json(capsys, pull_arguments(stream, 1))
+    assert code == 4
+    assert document["error"] == "IndexFormatError"
+
+
+def test_a_base_that_is_the_local_folder_exits_with_5(
+    stream: wire.Stream, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stream.delta()
+    arguments = pull_arguments(stream, 1)
+    arguments[arguments.index("--local") + 1] = str(stream.base)
+    code, document = run_json(capsys, arguments)
+    assert code == 5
+    assert document["error"] == "CheckpointError"
+
+
+# ---- the other commands --------------------------------------------------------------------------------
+
+
+def test_inspect_reports_versions_frames_and_chain_state(
+    stream: wire.Stream, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(4):
+        stream.delta()
+    driver.pull(stream, 2)
+    stream.hide(3)
+    code, document = run_json(
+        capsys, ["inspect", str(stream.source), "--checkpoint", str(stream.local)]
+    )
+    assert code == 0
+    states = {row["version"]: row["state"] for row in document["versions"]}
+    assert states == {1: "behind", 2: "applied", 4: "gap"}
+    assert document["gaps"] == [3]
+    assert document["applied_version"] == 2
+    assert document["newest_ready"] == 2
+    first = document["versions"][0]
+    assert (first["kind"], first["encoding"], first["tensors"]) == ("delta", "xor", 3)
+    assert (first["frames"], first["max_frames_per_blob"]) == (3, 1)
+    assert first["target_bytes"] == 4096 + 4 + 2049
+    assert first["ratio"] == first["wire_bytes"] / first["target_bytes"]
+
+
+def test_inspect_shows_a_broken_version_as_a_row(
+    stream: wire.Stream, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stream.delta()
+    stream.full()
+    stream.delta()
+    stream.delta(("a.weight",), bend=wire.Bend(blob={"a.weight": b"no zstd frame here, sorry"}))
+    assert cli.main(["inspect", str(stream.source)]) == 0
+    out = capsys.readouterr().out
+    assert "FrameFormatError" in out
+    _, document = run_json(capsys, ["inspect", str(stream.source)])
+    states = {row["version"]: row["state"] for row in document["versions"]}
+    assert states == {1: "ready", 2: "seed", 3: "ready", 4: "broken"}
+    assert document["seed_version"] == 2
+    assert document["newest_ready"] == 3
+
+
+def test_inspect_of_an_absent_folder_exits_with_3(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _ = run_json(capsys, ["inspect", str(tmp_path / "absent")])
+    assert code == 3
+
+
+def test_verify_exits_with_4_until_repaired(
+    stream: wire.Stream, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stream.delta()
+    driver.pull(stream, 1)
+    assert cli.main(["verify", str(stream.local)]) == 0
+    capsys.readouterr()
+    wire.flip_tensor_byte(stream.local, "b.lut", 7)
+    code, document = run_json(capsys, ["verify", str(stream.local)])
+    assert code == 4
+    assert document["success"] is False
+    assert [bad["tensor"] for bad in document["bad"]] == ["b.lut"]
+    assert cli.main(["verify", str(stream.local)]) == 4
+    assert "b.lut" in capsys.readouterr().out
+    folders = ["--source", str(stream.source), "--base", str(stream.base)]
+    code, document = run_json(capsys, ["verify", str(stream.local), "--repair", *folders])
+    assert code == 0
+    assert document["repaired"] == ["b.lut"]
+    driver.check_at(stream, 1)
+
+
+@pytest.mark.parametrize("encoding", ["xor", "overwrite", "xor_sparse"])
+def test_publish_then_pull_gives_the_new_checkpoint(
+    stream: wire.Stream, tmp_path: Path, capsys: pytest.CaptureFixture[str], encoding: str
+) -> None:
+    states = [stream.states[0]]
+    before = stream.base
+    for number in (1, 2):
+        states.append(stream.changed(("a.weight", "b.lut"), states[-1]))
+        new = tmp_path / f"new{number}"
+        stream.write_checkpoint(new, states[-1])
+        arguments = ["publish", "--base", str(before), "--new", str(new)]
+        arguments += ["--source", str(stream.source), "--encoding", encoding]
+        code, document = run_json(capsys, arguments)
+        assert code == 0, document
+        assert document["version"] == number
+        before = new
+    assert driver.pull(stream, 2).versions == (1, 2)
+    assert wire.read_tensors(stream.local) == states[2]
+
+
+def test_publish_refuses_a_base_that_is_not_the_last_version(
+    stream: wire.Stream, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    new = tmp_path / "new"
+    stream.write_checkpoint(new, stream.changed(("a.weight",), stream.states[0]))
+    arguments = ["publish", "--base", str(stream.base), "--new", str(new)]
+    arguments += ["--source", str(stream.source)]
+    assert cli.main(arguments) == 0
+    capsys.readouterr()
+    code, document = run_json(
+        capsys, arguments
+    )  # the base is version 0 still, the last version is 1
+    assert code == 4, document
+    assert not stream.folder(2).exists()
+
+
+def test_publish_full(
+    stream: wire.Stream, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    new = tmp_path / "new"
+    state = stream.changed(("a.weight",), stream.states[0])
+    stream.write_checkpoint(new, state)
+    arguments = ["publish", "--base", str(stream.base), "--new", str(new)]
+    code, document = run_json(capsys, [*arguments, "--source", str(stream.source), "--full"])
+    assert code == 0, document
+    assert driver.pull(stream, 1).seed == "full"
+    assert wire.read_tensors(stream.local) == state
+
+
+def test_warmup_of_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    code, document = run_json(capsys, ["warmup", "--device", "cpu"])
+    assert (code, document["device"]) == (0, "cpu")
+
+
+def test_doctor_shows_a_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", str(tmp_path)]) == 0
+    assert "why not more" in capsys.readouterr().out
+    code, document = run_json(capsys, ["doctor", str(tmp_path)])
+    assert (code, document["device"]) == (0, "cpu")
+    assert document["folders"][0]["path"] == os.path.realpath(tmp_path)
+
+
+def test_demo_verifies_and_ends_with_one_json_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = tmp_path / "kept"
+    assert cli.main(["demo", "--megabytes", "2", "--keep", str(kept)]) == 0
+    out = capsys.readouterr().out
+    assert "device cpu" in out
+    document = json.loads(out.splitlines()[-1])
+    assert document["verified"] is True
+    assert document["device"] == "cpu"
+    assert len(document["steps"]) == 5
+    assert document["killed_at"]
+    assert document["healed"]["to_version"] == 5
+    assert (kept / "source" / "weight_v000005").is_dir()
+    code, document = run_json(capsys, ["demo", "--keep", str(kept)])
+    assert code == 5, "a folder with something in it is refused"
+
+
+# ---- errors and signals ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (SourceNotReadyError, 3),
+        (FormatError, 4),
+        (CheckpointError, 5),
+        (DeviceError, 6),
+        (ModelPoisonedError, 7),
+    ],
+)
+def test_exit_status_is_the_errors_own(
+    error: type[GpuSyncError],
+    code: int,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(device: str) -> None:
+        raise error("it broke", tensor="t.weight", expected=1, got=2)
+
+    monkeypatch.setattr("gpusync.warmup", fail, raising=False)
+    got, document = run_json(capsys, ["warmup"])
+    assert got == code
+    assert document["error"] == error.__name__
+    assert (document["tensor"], document["expected"], document["got"]) == ("t.weight", 1, 2)
+
+
+def test_a_bug_exits_with_1_and_its_traceback(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(device: str) -> None:
+        raise ZeroDivisionError("oops")
+
+    monkeypatch.setattr("gpusync.warmup", fail, raising=False)
+    assert cli.main(["warmup"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+    code, document = run_json(capsys, ["warmup"])
+    assert (code, document["error"]) == (1, "ZeroDivisionError")
+
+
+def test_every_error_class_has_its_advice() -> None:
+    def classes(base: type[GpuSyncError]) -> list[type[GpuSyncError]]:
+        return [base, *(found for kind in base.__subclasses__() for found in classes(kind))]
+
+    for kind in classes(GpuSyncError)[1:]:
+        if kind.__module__ == "gpusync.errors":
+            assert "bug" not in advice_for(kind("x")), kind
+
+
+def test_the_first_signal_asks_to_stop_at_a_safe_point(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    stop = StopFlag()
+    before = signal.getsignal(signal.SIGINT)
+    with console.stop_on_signals(stop), console.progress_shown(stop) as progress:
+        progress(Progress("materialize", 1, 2))
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(Stopped, match="materialize"):
+            progress(Progress("materialize", 2, 2))
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+    assert "safe point" in capsys.readouterr().err
+
+
+def test_ctrl_c_during_a_pull_leaves_the_old_version_whole(
+    stream: wire.Stream, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream.delta()
+    stream.delta()
+    driver.pull(stream, 1)
+    before = wire.snapshot(stream.local)
+    check = StopFlag.check
+
+    def interrupt(self: StopFlag, progress: Progress | None = None) -> None:
+        if progress is not None and progress.stage == "materialize" and not self.asked:
+            signal.raise_signal(signal.SIGINT)
+        check(self, progress)
+
+    monkeypatch.setattr(StopFlag, "check", interrupt)
+    code, document = run_json(capsys, pull_arguments(stream, 2))
+    assert code == 130
+    assert document["error"] == "Stopped"
+    assert wire.snapshot(stream.local) == before
+    monkeypatch.undo()
+    assert cli.main(pull_arguments(stream, 2)) == 0
+    driver.check_at(stream, 2)
