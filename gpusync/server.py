@@ -198,7 +198,8 @@ def check_token(header: str | None, token: str | None) -> None:
     if token is None:
         return
     scheme, _, given = (header or "").partition(" ")
-    same = hmac.compare_digest(given.strip().encode("utf-8"), token.encode("utf-8"))
+    # Header bytes come decoded as Latin-1; the token file is UTF-8.
+    same = hmac.compare_digest(given.strip().encode("latin-1"), token.encode("utf-8"))
     if scheme.lower() != "bearer" or not same:
         raise RequestError(401, "a valid bearer token is required")
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from gpusync.console import human_bytes, print_line, print_table
 from gpusync.doctor import Diagnosis
 from gpusync.outcome import describe_pull
-from gpusync.publish import PublishReport
 from gpusync.survey import Survey, VersionRow
 from gpusync.types import PullReport, StageTimes, VerifyReport
+from gpusync.version_writer import PublishReport
 
 if TYPE_CHECKING:  # the demo loads torch
     from gpusync.demo import DemoResult
