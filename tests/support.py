@@ -266,3 +266,53 @@ def read_version(source_dir: Path, version: int) -> tuple[dict[str, Any], Tensor
         blobs.update(tensors)
         digests.update(metadata)
     return index, blobs, digests
+
+
+def decode_blob(blob: bytes) -> bytes:
+    """Return a blob's content, all frames of it, as python-zstandard's crossing reader gives it."""
+    import zstandard
+
+    return zstandard.ZstdDecompressor().stream_reader(blob, read_across_frames=True).read()
+
+
+def apply_payload(encoding: str, payload: bytes, old: bytes) -> bytes:
+    """Return the new bytes of a tensor from a decoded payload."""
+    new = np.frombuffer(old, np.uint8).copy()
+    if encoding == "xor":
+        return (new ^ np.frombuffer(payload, np.uint8)).tobytes()
+    head = 4 if encoding == "overwrite" else 8
+    count = int.from_bytes(payload[:head], "little")
+    positions = np.frombuffer(payload, f"<u{head}", count, head).astype(np.int64)
+    values = np.frombuffer(payload, np.uint8, count, head + head * count)
+    assert len(payload) == head + (head + 1) * count
+    new[positions] = values if encoding == "overwrite" else new[positions] ^ values
+    return new.tobytes()
+
+
+def apply_version(tensors: Mapping[str, Tensor], source_dir: Path, version: int) -> Tensors:
+    """Return the tensors after one published version, delta or full."""
+    index_path = version_dir(source_dir, version) / INDEX
+    if not index_path.exists() or "delta_encoding" not in json.loads(index_path.read_bytes()).get(
+        "metadata", {}
+    ):
+        return read_tensors(version_dir(source_dir, version))
+    index, blobs, _ = read_version(source_dir, version)
+    assert set(blobs) == set(index["weight_map"])
+    result = dict(tensors)
+    for name, (_, _, blob) in blobs.items():
+        dtype, shape, old = tensors[name]
+        payload = decode_blob(blob)
+        result[name] = (
+            dtype,
+            shape,
+            apply_payload(index["metadata"]["delta_encoding"], payload, old),
+        )
+    return result
+
+
+def replay(base_dir: Path, source_dir: Path, version: int) -> Tensors:
+    """Return the tensors at a version: the base with versions 1 to ``version`` applied by the code above."""
+    tensors = read_tensors(base_dir)
+    for number in range(1, version + 1):
+        tensors = apply_version(tensors, source_dir, number)
+    return tensors
