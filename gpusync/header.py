@@ -44,6 +44,7 @@ LENGTH_NBYTES = 8
 """Bytes of the length word in front of the JSON."""
 
 _MAX_U64 = (1 << 64) - 1
+_ENTRY_KEYS = frozenset(("dtype", "shape", "data_offsets"))
 
 
 def parse_header_nbytes(first8: bytes, *, file_nbytes: int, file: str, max_bytes: int) -> int:
@@ -203,15 +204,16 @@ def _parse_metadata(value: object, file: str) -> dict[str, str]:
 
 def _parse_entry(name: str, row: object, file: str) -> TensorEntry:
     parse_tensor_name(name, file=file, error=HeaderFormatError)
-    if not isinstance(row, dict) or not {"dtype", "shape", "data_offsets"} <= row.keys():
+    # A key we do not know could change what the bytes mean.
+    if not isinstance(row, dict) or row.keys() != _ENTRY_KEYS:
         raise HeaderFormatError(
-            "a tensor entry is not an object of dtype, shape and data_offsets",
+            "a tensor entry is not an object of dtype, shape and data_offsets alone",
             file=file,
             tensor=name,
         )
     dtype, shape, offsets = row["dtype"], row["shape"], row["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
-        raise HeaderFormatError("unknown dtype", file=file, tensor=name, got=repr(dtype))
+        raise HeaderFormatError("unknown dtype", file=file, tensor=name, got=repr(dtype)[:80])
     if (
         not isinstance(offsets, list)
         or len(offsets) != 2

@@ -76,7 +76,7 @@ def parse_tensor_name(name: object, *, file: str, error: type[FormatError]) -> s
     """
     if not isinstance(name, str) or not name or name == "__metadata__" or "\0" in name:
         raise error(
-            "a tensor name is empty, reserved, holds NUL or is no string", file=file, got=repr(name)
+            "a tensor name is empty, reserved, holds NUL or is no string", file=file, got=repr(name)[:80]
         )
     if len(name) * 4 > MAX_NAME_BYTES and len(name.encode()) > MAX_NAME_BYTES:
         raise error(
@@ -104,7 +104,8 @@ def _refuse_constant(text: str) -> Any:
 
 
 def _parse_int(text: str) -> int | float:
-    return int(text) if len(text) <= _MAX_INT_DIGITS else float(text)
+    # "-0" is a float to strict parsers: no sign is lost.
+    return int(text) if len(text) <= _MAX_INT_DIGITS and text != "-0" else float(text)
 
 
 def _has_lone_surrogate(value: Any) -> bool:
