@@ -213,7 +213,9 @@ def verify(
 
 @app.command()
 def serve(
-    base_dir: Annotated[Path, typer.Option(help="Base checkpoint, version 0.")],
+    base_dir: Annotated[
+        Path, typer.Option(exists=True, file_okay=False, help="Base checkpoint, version 0.")
+    ],
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free port.")] = 30010,
     root: Annotated[

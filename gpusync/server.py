@@ -155,7 +155,9 @@ def create_app(config: ServerConfig, stop: StopFlag | None = None) -> Starlette:
     async def pull_weights(request: Request) -> Response:
         try:
             check_token(request.headers.get("authorization"), config.token)
-            asked = parse_pull_request(await read_body(request), config.roots)
+            body = await read_body(request)
+            # In a thread: resolving links on a mount that hangs must not stop the event loop.
+            asked = await asyncio.to_thread(parse_pull_request, body, config.roots)
             report = await service.pull(asked)
         except RequestError as err:
             return _reply(err.status, error_document(err))
