@@ -14,7 +14,7 @@ from typing import Literal
 
 from gpusync import fsio
 from gpusync.audit import Audit, SeedHealer
-from gpusync.chain import Chain, Route, check_targets, start_layout
+from gpusync.chain import Chain, Route, check_targets, identity_after, start_layout
 from gpusync.checkpoint import FolderPaths, LocalState, local_errors, local_io_error, write_table
 from gpusync.config import Settings
 from gpusync.errors import DigestMismatchError, FormatError, SourceNotReadyError
@@ -265,26 +265,12 @@ class Advance:
         fsio.fsync_dir(self._paths.state)
 
     def _next_marker(self, route: Route) -> Marker:
-        old = self._state.marker
-        history = dict(old.history) if old is not None and route.start == "applied" else {}
-        if old is not None and route.start == "applied" and old.fingerprint is not None:
-            history[old.version] = old.fingerprint
-        last = route.versions[-1] if route.versions else None
-        if route.start == "base":
-            history[0] = self._chain.base_fingerprint()
-        if route.start != "aggregate":
-            history.update({found.version: found.fingerprint for found in route.versions})
-        manifest = last.manifest if last is not None else None
-        carried = old.run_id if old is not None and route.start == "applied" else None
         base = self._chain.base_dir
-        return Marker(0).advanced(
-            version=route.target,
-            fingerprint=history.get(route.target),
-            run_id=manifest.run_id if manifest is not None else carried,
+        return replace(
+            identity_after(route, self._state.marker, self._chain),
             durable=self._durable,
             boot_id=current_boot_id(),
             base=str(base) if base is not None else None,
-            history=history,
         )
 
 

@@ -16,16 +16,16 @@ from gpusync.errors import ChainError, GpuSyncError, SourceNotReadyError
 from gpusync.files import OpenFiles
 from gpusync.fold import Fold, NullSink, run_parallel
 from gpusync.layout import Layout
-from gpusync.materialize import TensorPlan, mismatch, plan_tensor
-from gpusync.types import BadTensor, Digest
-
-_NOTHING = Route("applied", 0, 0)
+from gpusync.materialize import NOTHING_TO_FOLD, TensorPlan, mismatch, plan_tensor
+from gpusync.types import Algorithm, BadTensor, Digest
 
 
 class Evidence(Protocol):
     """Says what a tensor's digest should be."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """What the report calls this evidence."""
 
     def expected(self, tensor: str, nbytes: int) -> Digest | None:
         """Return the digest, or None where nothing is known."""
@@ -71,7 +71,9 @@ class PublishedEvidence:
                 return delta.digests[tensor]
         if tensor not in self._layout or self._layout.entry(tensor).nbytes != nbytes:
             return None
-        plan = plan_tensor(tensor, self._layout, _NOTHING, self._files, known={}, from_local=False)
+        plan = plan_tensor(
+            tensor, self._layout, NOTHING_TO_FOLD, self._files, known={}, from_local=False
+        )
         return self._fold.run(nbytes, plan.origin, (), NullSink(), ["xxh3-128"])["xxh3-128"]
 
 
@@ -99,12 +101,13 @@ def audit(layout: Layout, files: OpenFiles, fold: Fold, evidence: Evidence | Non
     """
     found = Audit()
 
-    def one(name: str) -> tuple[str, Digest | None, dict[str, Digest]]:
-        plan = plan_tensor(name, layout, _NOTHING, files, known={}, from_local=True)
+    def one(name: str) -> tuple[str, Digest | None, dict[Algorithm, Digest]]:
+        plan = plan_tensor(name, layout, NOTHING_TO_FOLD, files, known={}, from_local=True)
         expected = evidence.expected(name, plan.nbytes) if evidence is not None else None
-        algorithms = {"xxh3-128", expected.algorithm} if expected is not None else {"xxh3-128"}
-        digests = fold.run(plan.nbytes, plan.origin, (), NullSink(), algorithms)  # type: ignore[arg-type]
-        return name, expected, dict(digests)
+        algorithms: set[Algorithm] = {"xxh3-128"}
+        if expected is not None:
+            algorithms.add(expected.algorithm)
+        return name, expected, fold.run(plan.nbytes, plan.origin, (), NullSink(), algorithms)
 
     names = sorted(layout.file_of, key=lambda name: layout.entry(name).nbytes, reverse=True)
     for name, expected, digests in run_parallel(one, names, fold.workers):

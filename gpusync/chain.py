@@ -427,6 +427,26 @@ def start_layout(chain: Chain, route: Route, local: Layout | None) -> Layout:
     return chain.base_layout()
 
 
+def identity_after(route: Route, old: Marker | None, chain: Chain) -> Marker:
+    """Return the identity of the bytes at the end of a route, with a new id."""
+    kept = old if old is not None and route.start == "applied" else None
+    history = dict(kept.history) if kept is not None else {}
+    if kept is not None and kept.fingerprint is not None:
+        history[kept.version] = kept.fingerprint
+    if route.start == "base":
+        history[0] = chain.base_fingerprint()
+    if route.start != "aggregate":  # its fingerprint is not that of the version it stands for
+        history.update({found.version: found.fingerprint for found in route.versions})
+    manifest = route.versions[-1].manifest if route.versions else None
+    carried = kept.run_id if kept is not None else None
+    return Marker(0).advanced(
+        version=route.target,
+        fingerprint=history.get(route.target),
+        run_id=manifest.run_id if manifest is not None else carried,
+        history=history,
+    )
+
+
 def _validate(chain: Chain, applied: int | None) -> None:
     """Open everything that the way from ``applied`` needs, and check it against what it will be applied to."""
     route = chain.route(applied)

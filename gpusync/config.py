@@ -65,7 +65,7 @@ class Settings:
             name = f"GPUSYNC_{field.name.upper()}"
             if name not in environ:
                 continue
-            kind = type(field.default)
+            kind = {"int": int, "float": float, "str": str}[str(field.type)]
             try:
                 values[field.name] = kind(environ[name])
             except ValueError as err:

@@ -212,10 +212,9 @@ class FolderUpdate:
         if route.start in ("base", "aggregate"):
             self._chain.base_layout()
 
-    def stage(self) -> Staged:
-        """Audit the local bytes if they need it, and stage the next state."""
-        found = None
-        if self._state.needs_audit:
+    def stage(self, found: Audit | None = None) -> Staged:
+        """Audit the local bytes if they need it and were not (``found``), and stage the next state."""
+        if found is None and self._state.needs_audit:
             with self._clock.stage("audit"):
                 found = self._audit()
         return Advance(

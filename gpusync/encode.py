@@ -18,6 +18,7 @@ import struct
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import zstandard
@@ -42,11 +43,11 @@ _local = threading.local()
 class Changes:
     """Changed bytes of one piece of a tensor.
 
-    ``positions`` are int64 byte positions in the tensor, increasing; ``values`` are the bytes that the encoding
-    stores for them (new bytes, or old XOR new).
+    ``positions`` are byte positions in the tensor, increasing, as wide as the encoding stores them; ``values`` are
+    the bytes that it stores for them (new bytes, or old XOR new).
     """
 
-    positions: NDArray[np.int64]
+    positions: NDArray[np.unsignedinteger[Any]]
     values: Bytes
 
 
@@ -63,18 +64,21 @@ def find_changes(delta: Bytes, new: Bytes, offset: int, encoding: Encoding) -> C
     # numpy searches a bool array five times as fast as one of bytes.
     where = np.flatnonzero(delta != 0)
     values = new[where] if encoding == "overwrite" else delta[where]
-    return Changes(where.astype(np.int64, copy=False) + offset, values)
+    return Changes((where + offset).astype(f"<u{_position_nbytes(encoding)}"), values)
+
+
+def _position_nbytes(encoding: Encoding) -> int:
+    return 4 if encoding == "overwrite" else 8
 
 
 def build_sparse_payload(encoding: Encoding, pieces: Sequence[Changes]) -> bytearray:
     """Return the overwrite or xor_sparse payload of a tensor from its pieces, which come in order of position."""
     count = sum(piece.positions.size for piece in pieces)
-    head, width = ("<I", 4) if encoding == "overwrite" else ("<Q", 8)
-    start = struct.calcsize(head)
-    payload = bytearray(start + count * (width + 1))
-    struct.pack_into(head, payload, 0, count)
-    positions = np.frombuffer(payload, f"<u{width}", count, start)
-    values = np.frombuffer(payload, np.uint8, count, start + count * width)
+    width = _position_nbytes(encoding)
+    payload = bytearray(width + count * (width + 1))
+    payload[:width] = count.to_bytes(width, "little")
+    positions = np.frombuffer(payload, f"<u{width}", count, width)
+    values = np.frombuffer(payload, np.uint8, count, width + count * width)
     done = 0
     for piece in pieces:
         upto = done + piece.positions.size
@@ -139,16 +143,21 @@ def new_compressor(level: int = 1) -> zstandard.ZstdCompressor:
 
 def compress_single(payload: Buffer, level: int = 1) -> bytes:
     """Return the payload as one zstd frame."""
-    return new_compressor(level).compress(payload)
+    return _trimmed(new_compressor(level).compress(payload))
 
 
 def compress_frames(payload: Bytes, frame_bytes: int, level: int = 1) -> list[bytes]:
     """Return the payload as independent frames of ``frame_bytes`` each, the last one shorter."""
     compress = new_compressor(level).compress
     return [
-        compress(payload.data[begin : begin + frame_bytes])
+        _trimmed(compress(payload.data[begin : begin + frame_bytes]))
         for begin in range(0, max(payload.size, 1), frame_bytes)
     ]
+
+
+def _trimmed(frame: bytes) -> bytes:
+    """Return a copy: zstandard's result keeps the memory of the largest frame that the payload could have made."""
+    return memoryview(frame).tobytes()
 
 
 def build_seek_table(frames: Sequence[bytes], frame_bytes: int, content_nbytes: int) -> bytes:

@@ -65,7 +65,7 @@ class FileOrigin:
 
     def read_into(self, piece: Bytes, offset: int) -> None:
         try:
-            self.files.read_into(self.path, memoryview(piece), self.begin + offset, self.stamp)
+            self.files.read_into(self.path, piece.data, self.begin + offset, self.stamp)
         except OSError as err:
             raise self.explain(err) from err
 
@@ -88,7 +88,7 @@ class FileSink:
     begin: int
 
     def write(self, piece: Bytes, offset: int) -> None:
-        fsio.pwrite(self.fd, memoryview(piece), self.begin + offset)
+        fsio.pwrite(self.fd, piece.data, self.begin + offset)
 
 
 class NullSink:
@@ -273,7 +273,7 @@ class Fold:
             for layer in layers:
                 layer.apply(piece, offset)
             for hasher in hashers.values():
-                hasher.update(memoryview(piece))
+                hasher.update(piece.data)
             sink.write(piece, offset)
             if on_piece is not None:
                 on_piece(piece.size)
@@ -289,7 +289,7 @@ class _ScratchOrigin:
     fd: int
 
     def read_into(self, piece: Bytes, offset: int) -> None:
-        fsio.pread_into(self.fd, memoryview(piece), offset)
+        fsio.pread_into(self.fd, piece.data, offset)
 
 
 def run_parallel(

@@ -76,7 +76,9 @@ def parse_tensor_name(name: object, *, file: str, error: type[FormatError]) -> s
     """
     if not isinstance(name, str) or not name or name == "__metadata__" or "\0" in name:
         raise error(
-            "a tensor name is empty, reserved, holds NUL or is no string", file=file, got=repr(name)[:80]
+            "a tensor name is empty, reserved, holds NUL or is no string",
+            file=file,
+            got=repr(name)[:80],
         )
     if len(name) * 4 > MAX_NAME_BYTES and len(name.encode()) > MAX_NAME_BYTES:
         raise error(

@@ -49,6 +49,10 @@ class Layout:
     def entry(self, tensor: str) -> TensorEntry:
         return self.shards[self.file_of[tensor]].header.entries[tensor]
 
+    def entries(self) -> dict[str, TensorEntry]:
+        """Return every tensor's entry."""
+        return {name: self.entry(name) for name in self.file_of}
+
     def __contains__(self, tensor: object) -> bool:
         return tensor in self.file_of
 

@@ -32,6 +32,9 @@ from gpusync.fold import (
 from gpusync.layout import Layout, Shard, unreadable
 from gpusync.types import Algorithm, Digest, Progress, ProgressCallback
 
+NOTHING_TO_FOLD = Route("applied", 0, 0)
+"""The route of a tensor that is only read."""
+
 _TABLE_ALGORITHM: Algorithm = "xxh3-128"
 _MAX_SHARDS_OPEN = 64
 _COPY_BYTES = 1 << 20
@@ -195,7 +198,7 @@ class Materializer:
             try:
                 for plan in group:
                     fsio.pwrite(fds[plan.file], memoryview(plan.header), 0)
-                self._run(group, outcome, lambda plan: FileSink(fds[plan.file], plan.begin))
+                self._run(group, outcome, _file_sinks(fds))
             finally:
                 for fd in fds.values():
                     fsio.close(fd)
@@ -264,6 +267,10 @@ class Materializer:
         with self._lock:
             self._done = min(self._total, self._done + nbytes)
             self._progress(Progress(self._stage, self._done, self._total))
+
+
+def _file_sinks(fds: Mapping[str, int]) -> Callable[[TensorPlan], Sink]:
+    return lambda plan: FileSink(fds[plan.file], plan.begin)
 
 
 def mismatch(plan: TensorPlan, got: Digest) -> DigestMismatchError:

@@ -30,17 +30,36 @@ _LOCK_NAME = ".gpusync-publish.lock"
 _COPY_NBYTES = 4 << 20
 
 
+class _CallersError(Exception):
+    """An OSError that the caller's own code raised, on its way out through `io_errors`."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__()
+        self.error = error
+
+
 @contextmanager
 def io_errors() -> Iterator[None]:
     """Turn an OSError of the publisher's own reading and writing into CheckpointIOError."""
     try:
         yield
+    except _CallersError as err:
+        raise err.error from err.error.__cause__
     except OSError as err:
         raise CheckpointIOError(
             f"publishing failed: {err.strerror or err}",
             file=str(err.filename) if err.filename else None,
             errno=err.errno,
         ) from err
+
+
+@contextmanager
+def callers_errors() -> Iterator[None]:
+    """Let an OSError of the caller's code in the block (an iterable, a callback) through `io_errors` as it is."""
+    try:
+        yield
+    except OSError as err:
+        raise _CallersError(err) from err
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from gpusync.digest import new_hasher
 from gpusync.encode import MAX_FRAME_BYTES, MIN_FRAME_BYTES
 from gpusync.errors import ChainError, VersionConflictError
 from gpusync.files import OpenFiles
+from gpusync.publication import callers_errors
 from gpusync.publisher_state import StateStore, StateWriter
 from gpusync.source import Source, SourceVersion
 from gpusync.standing import (
@@ -214,7 +215,7 @@ class Publisher:
         state: StateWriter,
     ) -> Iterator[TensorDiff]:
         missing = set(base.layout.file_of)
-        for name, tensor in tensors:
+        for name, tensor in _each(tensors):
             if name not in missing:
                 problem = "comes twice" if name in base.layout else "is not in the checkpoint"
                 raise ChainError(
@@ -237,12 +238,24 @@ class Publisher:
             )
             del tensor, data
             yield diff
-            del diff  # nothing here keeps this tensor while the iterable makes the next one
+            del diff  # nothing here keeps this tensor while the next one is made
         if missing:
             raise ChainError(
                 f"{len(missing)} tensor(s) of the checkpoint were not given. A changed set takes a full version.",
                 tensor=min(missing),
             )
+
+
+def _each(tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Yield the caller's tensors, keeping none while the next one is made."""
+    iterator = iter(tensors)
+    while True:
+        with callers_errors():
+            pair = next(iterator, None)
+        if pair is None:
+            return
+        yield pair
+        del pair
 
 
 def publish_checkpoint(

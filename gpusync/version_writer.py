@@ -13,7 +13,7 @@ from gpusync.digest import digest_of, fingerprint
 from gpusync.errors import ChainError
 from gpusync.header import build_header
 from gpusync.index import INDEX_NAME, MANIFEST_NAME, build_manifest, parse_index
-from gpusync.publication import PendingVersion, pending_version, worker_threads
+from gpusync.publication import PendingVersion, callers_errors, pending_version, worker_threads
 from gpusync.publisher_state import StateWriter
 from gpusync.source import Source, SourceVersion
 from gpusync.standing import Base, read_checkpoint
@@ -257,6 +257,7 @@ def _reporter(progress: ProgressCallback | None, total_bytes: int) -> Callable[[
         nonlocal done_bytes
         done_bytes += nbytes
         if progress is not None:
-            progress(Progress("publish", done_bytes, total_bytes, name))
+            with callers_errors():
+                progress(Progress("publish", done_bytes, total_bytes, name))
 
     return report

@@ -1,0 +1,425 @@
+"""Apply a chain to a live model: prepare while it serves, commit in the pause, finish after it."""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+
+from gpusync.chain import Chain, start_layout
+from gpusync.errors import (
+    CheckpointError,
+    DeviceError,
+    GpuSyncError,
+    MissingDependencyError,
+    ModelPoisonedError,
+    PlacementError,
+)
+from gpusync.fold import Fold
+from gpusync.host import ListBudget
+from gpusync.host import commit as commit_lists
+from gpusync.lists import LivePlan, Prepared, plan_live, prepare_lists
+from gpusync.live import (
+    LiveState,
+    attach,
+    attach_first,
+    current_placement,
+    live_version,
+    refuse_tracing,
+    state_of,
+)
+from gpusync.marker import read_marker
+from gpusync.placement import moved, place_by_name
+from gpusync.timing import StageClock
+from gpusync.types import ProgressCallback, UpdateReport
+from gpusync.writeback import WriteBack, submit
+
+__all__ = ["Update", "apply_to_model", "attach", "live_version", "prepare", "warmup"]
+
+log = logging.getLogger(__name__)
+
+WriteBackMode = Literal["sync", "background", "none"]
+
+
+class Update:
+    """One prepared update of one model.
+
+    Made by :func:`prepare`. It holds the lease on the model's weights until it is committed, discarded or collected:
+    whoever reloads, offloads or merges weights meanwhile discards it first.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        state: LiveState,
+        chain: Chain,
+        plan: LivePlan | None,
+        prepared: Prepared,
+        write_back: WriteBack | None,
+        report: UpdateReport,
+        clock: StageClock,
+        durable: bool,
+    ) -> None:
+        self._durable = durable
+        self._model = weakref.ref(model)
+        self._state = state
+        self._chain = chain
+        self._plan = plan
+        self._prepared = prepared
+        self._write_back = write_back
+        self._report = report
+        self._clock = clock
+        self._phase: Literal["prepared", "committed", "finished", "discarded", "poisoned"] = (
+            "prepared"
+        )
+
+    def commit(self) -> None:
+        """Make the new weights live: check the live words, XOR the lists in.
+
+        Belongs in the engine's pause: no forward pass may run. Returns when the stores are done.
+
+        Raises
+        ------
+        PlacementError
+            The weights moved or changed since prepare; nothing was stored, and the update is discarded.
+        DeviceError
+            A store failed and every store was taken back; the update is discarded.
+        ModelPoisonedError
+            A store failed and could not be taken back.
+        """
+        self._expect("prepared", "commit")
+        start = time.monotonic()
+        try:
+            if self._plan is not None:
+                self._check_still_there(self._plan)
+                commit_lists(self._prepared.parts, self._chain.settings.workers)
+        except ModelPoisonedError:
+            self._phase = "poisoned"
+            self._state.poisoned = True
+            raise
+        except BaseException:
+            self.discard()
+            raise
+        if self._plan is not None:
+            self._state.identity = self._plan.identity_after
+        self._release()
+        self._phase = "committed"
+        self._report = replace(self._report, pause_seconds=time.monotonic() - start)
+        log.info(
+            "update_committed version=%d tensors=%d pause_seconds=%.4f",
+            self._state.identity.version,
+            self._report.tensors_changed,
+            self._report.pause_seconds,
+        )
+
+    def finish(self) -> UpdateReport:
+        """Let the local checkpoint follow, after the engine resumed, and return the report.
+
+        Raises
+        ------
+        CheckpointError
+            The folder could not follow: ``live_version`` is new, ``disk_version`` old and intact. The next update or
+            pull catches up.
+        """
+        self._expect("committed", "finish")
+        start = time.monotonic()
+        report = self._report
+        try:
+            if report.write_back == "sync" and self._write_back is not None:
+                pulled = self._write_back.finish()
+                report = replace(report, pull=pulled, disk_version=pulled.to_version)
+            elif report.write_back == "background" and self._chain.checkpoint is not None:
+                submit(self._chain, self._chain.checkpoint, durable=self._durable, progress=None)
+        except GpuSyncError as err:
+            raise self._behind(err) from err
+        self._phase = "finished"
+        self._report = replace(
+            report, finish_seconds=time.monotonic() - start, stages=self._clock.times()
+        )
+        return self._report
+
+    def discard(self) -> None:
+        """Forget the update before commit: nothing happened, on either side. Discarding again is fine."""
+        if self._phase not in ("prepared", "discarded"):
+            raise DeviceError(f"an update that is {self._phase} cannot be discarded")
+        self._phase = "discarded"
+        self._release()
+        if self._write_back is not None:
+            self._write_back.discard()
+
+    @property
+    def report(self) -> UpdateReport:
+        """The report so far."""
+        return self._report
+
+    def __enter__(self) -> Update:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._phase == "prepared":
+            self.discard()
+
+    def _check_still_there(self, plan: LivePlan) -> None:
+        model = self._model()
+        if model is None:
+            raise PlacementError("the model is gone")
+        now = place_by_name(model, dict.fromkeys(plan.placement.regions))
+        gone = moved(plan.placement, plan.placement.regions, now)
+        if gone:
+            raise PlacementError(
+                "a parameter moved since prepare; nothing was stored, prepare again", tensor=gone[0]
+            )
+
+    def _release(self) -> None:
+        self._prepared = Prepared()
+        self._state.active = None
+
+    def _expect(self, phase: str, verb: str) -> None:
+        if self._phase != phase:
+            raise DeviceError(f"cannot {verb} an update that is {self._phase}")
+
+    def _behind(self, err: GpuSyncError) -> GpuSyncError:
+        """The error for a folder that did not follow, with where both sides stand."""
+        live, disk = self._state.identity.version, self._report.disk_version
+        if isinstance(err, CheckpointError):
+            err.live_version, err.disk_version = live, disk
+            return err
+        return CheckpointError(
+            f"live weights are at version {live}, the local checkpoint could not follow: {err}",
+            live_version=live,
+            disk_version=disk,
+        )
+
+
+def prepare(
+    model: torch.nn.Module,
+    chain: Chain,
+    *,
+    device: str = "auto",
+    load_weights: Any = None,
+    group: Any = None,
+    scratch_bytes: int | None = None,
+    write_back: WriteBackMode = "sync",
+    durable: bool = True,
+    untrusted_source: bool = False,
+    relayout: bool = False,
+    progress: ProgressCallback | None = None,
+) -> Update:
+    """Prepare an update while the model serves: live bytes are read and digested, never written.
+
+    Parameters
+    ----------
+    model
+        A module on the CPU with parameters and buffers named as in the checkpoint. Its first update attaches it: it
+        must hold the chain's local checkpoint, or its base.
+    chain
+        From :func:`gpusync.open_chain`.
+    device
+        "auto" or "cpu". "cuda" and "emulated" are not part of this release.
+    scratch_bytes
+        Cap on the change lists in host memory; default ``GPUSYNC_CHANGE_LIST_BYTES``.
+    write_back
+        "sync": the local checkpoint's next state is staged now and swapped in by ``finish``. "background": a worker
+        pulls it after commit. "none": only the live model. Without a checkpoint it is none.
+    durable
+        See :func:`gpusync.pull`.
+    untrusted_source
+        Changes nothing here: blobs are decoded by libzstd on the host, which is safe on hostile bytes.
+    load_weights, group, relayout
+        For engines and ranks; not part of this release.
+    progress
+        Called with :class:`gpusync.Progress`; an exception from it stops prepare, and nothing was changed.
+
+    Raises
+    ------
+    GpuSyncError
+        The live model and the local checkpoint are byte-identical to before.
+    """
+    clock = StageClock()
+    resolve_device(device)
+    _refuse_unsupported(load_weights, group, relayout)
+    if write_back not in ("sync", "background", "none"):
+        raise DeviceError("write_back is not sync, background or none", got=write_back)
+    mode: WriteBackMode = write_back if chain.checkpoint is not None else "none"
+    with clock.stage("attach"):
+        state = state_of(model) or attach_first(model, chain)
+    if state.active is not None and state.active() is not None:
+        raise PlacementError("an update of this model is prepared; commit or discard it first")
+    plan = _plan(model, state, chain)
+    disk = None
+    if mode == "sync" and chain.checkpoint is not None:
+        disk = WriteBack(chain, chain.checkpoint, durable=durable, progress=progress)
+    cap = scratch_bytes if scratch_bytes is not None else chain.settings.change_list_bytes
+    prepared = _prepare_both(plan, disk, chain, ListBudget(cap), progress, clock)
+    update = Update(
+        model,
+        state,
+        chain,
+        plan,
+        prepared,
+        disk,
+        _first_report(state, chain, plan, prepared, mode, clock),
+        clock,
+        durable,
+    )
+    state.active = weakref.ref(update)
+    return update
+
+
+def apply_to_model(
+    model: torch.nn.Module,
+    chain: Chain,
+    *,
+    device: str = "auto",
+    load_weights: Any = None,
+    group: Any = None,
+    scratch_bytes: int | None = None,
+    write_back: WriteBackMode = "sync",
+    durable: bool = True,
+    untrusted_source: bool = False,
+    relayout: bool = False,
+    progress: ProgressCallback | None = None,
+) -> UpdateReport:
+    """Prepare, commit and finish an update of a live model in one call.
+
+    Parameters and errors are those of :func:`prepare`, :meth:`Update.commit` and :meth:`Update.finish`.
+    """
+    update = prepare(
+        model,
+        chain,
+        device=device,
+        load_weights=load_weights,
+        group=group,
+        scratch_bytes=scratch_bytes,
+        write_back=write_back,
+        durable=durable,
+        untrusted_source=untrusted_source,
+        relayout=relayout,
+        progress=progress,
+    )
+    update.commit()
+    return update.finish()
+
+
+def warmup(device: str = "auto") -> None:
+    """Build whatever the first update on a device would build. On the CPU there is nothing to build.
+
+    Raises
+    ------
+    MissingDependencyError
+        The device is not supported here.
+    """
+    resolve_device(device)
+
+
+def resolve_device(device: str) -> Literal["cpu"]:
+    """Return the path that ``device`` names.
+
+    Raises
+    ------
+    MissingDependencyError
+        It names a path that this release does not have; it never runs elsewhere instead.
+    DeviceError
+        It is not a device name.
+    """
+    if device in ("auto", "cpu"):
+        return "cpu"
+    if device in ("cuda", "emulated"):
+        raise MissingDependencyError(
+            f"device {device!r} is not part of this release: use 'cpu', or 'auto'", got=device
+        )
+    raise DeviceError("device is not auto, cuda, cpu or emulated", got=device)
+
+
+def _refuse_unsupported(load_weights: Any, group: Any, relayout: bool) -> None:
+    refuse_tracing(load_weights)
+    if group is not None:
+        raise PlacementError("updates voted on by a group of ranks are not part of this release")
+    if relayout:
+        raise PlacementError("relaid parameters are not part of this release")
+
+
+def _plan(model: torch.nn.Module, state: LiveState, chain: Chain) -> LivePlan | None:
+    """Plan the live side; None where the model stands at or above the target."""
+    version, target = state.identity.version, chain.target_version
+    if target > 0:
+        chain.check_identity(state.identity)
+    if target == version or 0 < target < version:
+        return None
+    route = chain.route(version)
+    chain.check_base_identity(route, state.identity)
+    names = {name for delta in route.deltas for name in delta.digests}
+    if route.start != "applied":
+        names |= start_layout(chain, route, None).file_of.keys()
+    return plan_live(chain, route, current_placement(model, state, chain, names), state.identity)
+
+
+def _prepare_both(
+    plan: LivePlan | None,
+    disk: WriteBack | None,
+    chain: Chain,
+    budget: ListBudget,
+    progress: ProgressCallback | None,
+    clock: StageClock,
+) -> Prepared:
+    """Build the change lists while a thread stages the local checkpoint; if either fails, neither is left."""
+    fold = Fold(chain.settings.piece_bytes, chain.settings.workers)
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="gpusync-stage") as pool:
+        staging = pool.submit(disk.stage) if disk is not None else None
+        try:
+            prepared = Prepared()
+            if plan is not None:
+                with clock.stage("decode", plan.nbytes):
+                    prepared = prepare_lists(plan, fold, budget, progress)
+                chain.source.check_unchanged(plan.route.versions)
+            if staging is not None:
+                with clock.stage("stage"):
+                    staging.result()
+            return prepared
+        except BaseException:
+            if disk is not None and staging is not None:
+                disk.stop()
+                wait([staging])
+                disk.discard()
+            raise
+
+
+def _first_report(
+    state: LiveState,
+    chain: Chain,
+    plan: LivePlan | None,
+    prepared: Prepared,
+    mode: WriteBackMode,
+    clock: StageClock,
+) -> UpdateReport:
+    version = state.identity.version
+    reached = chain.target_version if plan is not None else version
+    unchanged: Literal["unchanged", "stale"] = (
+        "unchanged" if chain.target_version == version else "stale"
+    )
+    found = read_marker(chain.checkpoint).marker if chain.checkpoint is not None else None
+    route = plan.route if plan is not None else None
+    return UpdateReport(
+        outcome=unchanged if plan is None else "reset" if chain.target_version == 0 else "applied",
+        from_version=version,
+        to_version=reached,
+        target_version=chain.target_version,
+        disk_version=found.version if found is not None else None,
+        device="cpu",
+        write_back=mode,
+        versions=tuple(delta.version for delta in route.deltas) if route is not None else (),
+        tensors_changed=len(plan.tensors) if plan is not None else 0,
+        changed_bytes=prepared.changed_bytes,
+        change_list_bytes=prepared.nbytes,
+        wire_bytes=route.wire_nbytes if route is not None else 0,
+        tensors_by_path={"cpu": len(plan.tensors)} if plan is not None else {},
+        reasons={"cpu": "the model's parameters are on the CPU"} if plan is not None else {},
+        unverified_source=(route.full.version,) if route is not None and route.full else (),
+        prepare_seconds=clock.total_seconds,
+        stages=clock.times(),
+    )

@@ -1,0 +1,207 @@
+"""The CPU applier: change lists against live memory, checked before the first store, undone on failure.
+
+A change list holds, for one region, the 2-byte words that change: their index and new XOR live. It is made once,
+whatever the encodings and however many versions fold, and costs 6 bytes per changed word.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from gpusync.errors import (
+    DeviceError,
+    KernelError,
+    ModelPoisonedError,
+    OutOfScratchError,
+    PlacementError,
+)
+from gpusync.fold import Bytes, run_parallel
+
+Words = NDArray[np.uint16]
+Index = NDArray[np.unsignedinteger]
+
+_ENTRIES_PER_PART = 1 << 19
+_WORD = 2
+
+
+class ListBudget:
+    """Counts the bytes of change lists against their cap; shared by threads."""
+
+    def __init__(self, cap_bytes: int) -> None:
+        self._cap_bytes = cap_bytes
+        self._lock = threading.Lock()
+        self.used_bytes = 0
+
+    def take(self, nbytes: int) -> None:
+        """Count ``nbytes`` more.
+
+        Raises
+        ------
+        OutOfScratchError
+            The cap would be exceeded.
+        """
+        with self._lock:
+            self.used_bytes += nbytes
+            if self.used_bytes > self._cap_bytes:
+                raise OutOfScratchError(
+                    "the change lists do not fit: apply the chain as several updates, or raise "
+                    "GPUSYNC_CHANGE_LIST_BYTES",
+                    needed_bytes=self.used_bytes,
+                    budget_bytes=self._cap_bytes,
+                )
+
+
+@dataclass(frozen=True)
+class ChangePart:
+    """Part of a change list: unique, increasing word indexes into ``live`` and the XOR of each.
+
+    ``live`` is the region's even-sized body as 2-byte words (or its last odd byte alone, as bytes); ``seen`` is the
+    digest of the live words as they were at prepare, with index and value.
+    """
+
+    live: NDArray[np.unsignedinteger]
+    index: Index
+    value: NDArray[np.unsignedinteger]
+    seen: int
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that the part takes."""
+        return self.index.nbytes + self.value.nbytes
+
+    def digest(self, words: NDArray[np.unsignedinteger]) -> int:
+        """Return the digest of index, value and the given live words."""
+        hasher = xxhash.xxh3_128()
+        for array in (self.index, self.value, words):
+            hasher.update(array.data)
+        return hasher.intdigest()
+
+    def is_unapplied(self) -> bool:
+        """True where the words under the list are what they were at prepare."""
+        return self.digest(self.live[self.index]) == self.seen
+
+    def apply(self) -> None:
+        """XOR the list into live memory. Applying it again undoes it."""
+        self.live[self.index] ^= self.value
+
+    def is_applied(self) -> bool:
+        """True where the words are what they were at prepare with the list applied."""
+        return self.digest(self.live[self.index] ^ self.value) == self.seen
+
+
+class ChangeSink:
+    """Collects one region's changes while its new bytes are folded. Live memory is only read."""
+
+    def __init__(self, live: Bytes, budget: ListBudget) -> None:
+        self._live = live
+        self._budget = budget
+        words = live.size // _WORD
+        self._index_type = np.uint32 if words < 1 << 32 else np.uint64
+        self._index: list[Index] = []
+        self._value: list[Words] = []
+        self._tail = 0
+
+    def write(self, piece: Bytes, offset: int) -> None:
+        """Compare a piece of new bytes with the live ones; ``offset`` is even."""
+        live = self._live[offset : offset + piece.size]
+        body = piece.size & ~7
+        if body:
+            self._collect(piece[:body].view(np.uint64) ^ live[:body].view(np.uint64), offset)
+        rest = piece.size - body
+        if rest:
+            padded = np.zeros(8, np.uint8)
+            padded[:rest] = piece[body:] ^ live[body:]
+            if (offset + piece.size) % _WORD:
+                self._tail = int(padded[rest - 1])
+                padded[rest - 1] = 0
+            self._collect(padded.view(np.uint64), offset + body)
+
+    def parts(self) -> list[ChangePart]:
+        """Return the finished list in parts, each digested against live memory as it is now."""
+        words = self._live[: self._live.size & ~1].view(np.uint16)
+        made = []
+        if self._index:
+            index, value = np.concatenate(self._index), np.concatenate(self._value)
+            for start in range(0, index.size, _ENTRIES_PER_PART):
+                span = slice(start, start + _ENTRIES_PER_PART)
+                made.append(_part(words, index[span], value[span]))
+        if self._tail:
+            last = self._live[-1:]
+            made.append(_part(last, np.zeros(1, np.uint32), np.array([self._tail], np.uint8)))
+        self._index, self._value = [], []
+        return made
+
+    def _collect(self, diff: NDArray[np.uint64], offset: int) -> None:
+        """Add the nonzero 2-byte words of ``diff``; first 8 at a time, which skips what did not change."""
+        wide = np.flatnonzero(diff)
+        if not wide.size:
+            return
+        words = diff[wide].view(np.uint16)
+        nonzero = np.flatnonzero(words)
+        value = words[nonzero]
+        index = ((wide[nonzero >> 2] << 2) + (nonzero & 3) + offset // _WORD).astype(
+            self._index_type
+        )
+        self._budget.take(index.nbytes + value.nbytes)
+        if int(np.add.reduce(diff)) != _sum_of_words(index, value, offset):
+            raise KernelError("a change list does not add up to the difference that it was made of")
+        self._index.append(index)
+        self._value.append(value)
+
+
+def commit(parts: Sequence[ChangePart], workers: int) -> None:
+    """Apply every list, or none.
+
+    Raises
+    ------
+    PlacementError
+        The live words are not those of prepare: the model changed since. Nothing was stored.
+    DeviceError
+        A store failed; every store was taken back.
+    ModelPoisonedError
+        A store failed and could not be taken back.
+    """
+    for ok in run_parallel(ChangePart.is_unapplied, parts, workers):
+        if not ok:
+            raise PlacementError(
+                "live weights changed since prepare; nothing was stored, prepare again"
+            )
+    try:
+        for _ in run_parallel(ChangePart.apply, parts, workers):
+            pass
+    except BaseException as err:
+        _take_back(parts, err)
+        raise DeviceError("committing failed and was taken back; prepare again") from err
+
+
+def _take_back(parts: Sequence[ChangePart], cause: BaseException) -> None:
+    try:
+        for part in parts:
+            if part.is_unapplied():
+                continue
+            if not part.is_applied():
+                raise ModelPoisonedError("a list is half applied")
+            part.apply()
+    except BaseException as err:
+        raise ModelPoisonedError(
+            f"committing failed ({cause!r}) and could not be taken back: replace the process"
+        ) from err
+
+
+def _part(
+    live: NDArray[np.unsignedinteger], index: Index, value: NDArray[np.unsignedinteger]
+) -> ChangePart:
+    part = ChangePart(live, index, value, 0)
+    return ChangePart(live, index, value, part.digest(live[index]))
+
+
+def _sum_of_words(index: Index, value: Words, offset: int) -> int:
+    """Sum of the 8-byte words that the entries make up, modulo 2^64."""
+    place = ((index - index.dtype.type(offset // _WORD)) & 3).astype(np.uint64) << np.uint64(4)
+    return int(np.add.reduce(value.astype(np.uint64) << place))

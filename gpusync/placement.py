@@ -1,0 +1,182 @@
+"""Placement: where each checkpoint tensor lives in a model.
+
+Here the identity placement: a parameter or buffer of the tensor's own name, dtype and shape, contiguous on the CPU,
+whose storage holds the tensor's bytes. Names that share a storage (tied weights) share one region.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from gpusync.errors import PlacementError
+from gpusync.types import TensorEntry
+
+# safetensors dtype to torch's attribute; those of one torch lack the others.
+_TORCH_NAMES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "I16": "int16",
+    "U16": "uint16",
+    "I32": "int32",
+    "U32": "uint32",
+    "I64": "int64",
+    "U64": "uint64",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F32": "float32",
+    "F64": "float64",
+    "C64": "complex64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
+}
+_REASONS_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Region:
+    """Live bytes of one or more checkpoint tensors.
+
+    ``array`` is a uint8 view of the live storage, which the model owns; writing to it changes the model.
+    """
+
+    address: int
+    array: NDArray[np.uint8]
+    live_names: tuple[str, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return self.array.size
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Regions by checkpoint tensor. ``unmanaged`` are live names that no checkpoint tensor feeds."""
+
+    regions: Mapping[str, Region]
+    unmanaged: tuple[str, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Live bytes placed, shared storages once."""
+        return sum({region.address: region.nbytes for region in self.regions.values()}.values())
+
+    def addresses(self) -> dict[str, int]:
+        """Return where each tensor's first byte is, to notice parameters that move."""
+        return {name: region.address for name, region in self.regions.items()}
+
+
+def place_by_name(model: torch.nn.Module, wanted: Mapping[str, TensorEntry | None]) -> Placement:
+    """Place checkpoint tensors on the parameters and buffers of the same names.
+
+    Parameters
+    ----------
+    wanted
+        Tensor name to its entry in the checkpoint; None where no checkpoint tells dtype and shape.
+
+    Raises
+    ------
+    PlacementError
+        With a reason for every tensor that is not a plain byte image; nothing was touched.
+    """
+    live = live_tensors(model)
+    reasons: dict[str, str] = {}
+    regions: dict[str, Region] = {}
+    for name, entry in wanted.items():
+        reason = _why_not(live.get(name), entry)
+        if reason is not None:
+            reasons[name] = reason
+    names_at: dict[int, list[str]] = {}
+    for name, tensor in live.items():
+        names_at.setdefault(tensor.data_ptr(), []).append(name)
+    for name in wanted.keys() - reasons.keys():
+        address = live[name].data_ptr()
+        regions[name] = Region(address, byte_view(live[name]), tuple(names_at[address]))
+    reasons.update(_partial_overlaps(regions))
+    if reasons:
+        raise refused(reasons)
+    fed = {live_name for region in regions.values() for live_name in region.live_names}
+    return Placement(regions, tuple(sorted(live.keys() - fed)))
+
+
+def live_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return every parameter and buffer by name, tied ones under each of their names."""
+    found: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    found.update(model.named_buffers(remove_duplicate=False))
+    return found
+
+
+def byte_view(tensor: torch.Tensor) -> NDArray[np.uint8]:
+    """Return a contiguous CPU tensor's bytes as a uint8 array over the same memory."""
+    flat = tensor.detach().reshape(-1)
+    array: NDArray[np.uint8] = flat.view(torch.uint8).numpy()
+    return array
+
+
+def refused(reasons: Mapping[str, str]) -> PlacementError:
+    """Return the error that names the refused tensors."""
+    shown = "; ".join(f"{name}: {why}" for name, why in sorted(reasons.items())[:_REASONS_SHOWN])
+    more = len(reasons) - _REASONS_SHOWN
+    return PlacementError(
+        f"{len(reasons)} tensor(s) cannot be updated in place, use pull and the engine's reload: {shown}"
+        + (f"; and {more} more" if more > 0 else ""),
+        tensor=min(reasons),
+        reasons=dict(reasons),
+    )
+
+
+def _why_not(tensor: torch.Tensor | None, entry: TensorEntry | None) -> str | None:
+    """Return why a live tensor is not a plain byte image of its entry, None where it is."""
+    if tensor is None:
+        return "no parameter or buffer of that name"
+    if tensor.device.type != "cpu":
+        return f"on {tensor.device}, and this release updates CPU models only"
+    if tensor.layout != torch.strided or not tensor.is_contiguous():
+        return "not contiguous in memory"
+    if tensor.is_conj() or tensor.is_neg():
+        return "a lazy view, whose bytes are not its values"
+    if entry is None:
+        return None
+    expected = getattr(torch, _TORCH_NAMES.get(entry.dtype, ""), None)
+    if expected is None:
+        return f"dtype {entry.dtype} has no torch equivalent here"
+    if tensor.dtype != expected:
+        return f"cast: {tensor.dtype} live, {entry.dtype} in the checkpoint"
+    if tuple(tensor.shape) != entry.shape:
+        return f"shape {list(tensor.shape)} live, {list(entry.shape)} in the checkpoint"
+    return None
+
+
+def _partial_overlaps(regions: Mapping[str, Region]) -> dict[str, str]:
+    """Regions may be the same storage (tied), never part of one another."""
+    reasons: dict[str, str] = {}
+    spans = sorted(
+        (
+            (region.address, region.address + region.nbytes, name)
+            for name, region in regions.items()
+        ),
+    )
+    previous: tuple[int, int, str] | None = None
+    for span in spans:
+        begin, end, name = span
+        if begin == end:
+            continue
+        if previous is not None and begin < previous[1] and (begin, end) != previous[:2]:
+            reasons[name] = f"shares only part of its storage with {previous[2]}"
+        if previous is None or end > previous[1]:
+            previous = span
+    return reasons
+
+
+def moved(before: Placement, names: Iterable[str], now: Placement) -> list[str]:
+    """Return the tensors whose storage is not where it was."""
+    was, are = before.addresses(), now.addresses()
+    return [name for name in names if was.get(name) != are.get(name)]

@@ -1,0 +1,105 @@
+"""Scrub: read a whole local checkpoint, hold every tensor against its digest, and rebuild what rotted."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from gpusync.audit import Audit, audit
+from gpusync.chain import Chain, resolve_base
+from gpusync.config import Settings
+from gpusync.disk import FolderUpdate, OpenedFolder, PathLike, find_evidence, open_folder
+from gpusync.errors import ChainError, CheckpointError
+from gpusync.fold import Fold
+from gpusync.lock import FolderLock
+from gpusync.marker import read_marker
+from gpusync.timing import StageClock
+from gpusync.types import VerifyReport
+
+_LOCK_TIMEOUT_SECONDS = 600.0
+
+
+def verify(
+    local_checkpoint_dir: PathLike,
+    *,
+    repair: bool = False,
+    source_dir: PathLike | None = None,
+    base_dir: PathLike | None = None,
+) -> VerifyReport:
+    """Check every tensor of a local checkpoint.
+
+    Parameters
+    ----------
+    repair
+        Rebuild bad tensors from the base or newest full version and the deltas up to the applied version; needs
+        ``source_dir``, and the base where no full version was published.
+    source_dir, base_dir
+        Where to find evidence for a folder without a digest table, and what to repair from. The base defaults to
+        the one latched when the folder was seeded.
+
+    Raises
+    ------
+    CheckpointError
+        There is no usable checkpoint in the folder, or its disk failed.
+    ChainError
+        Bad tensors cannot be rebuilt: versions are gone, or no source was given.
+    """
+    settings = Settings.from_env()
+    folder = Path(os.path.abspath(local_checkpoint_dir))
+    if read_marker(folder).state == "absent" and not folder.is_dir():
+        raise CheckpointError("there is no such folder", file=str(folder))
+    clock = StageClock()
+    with FolderLock(folder, _LOCK_TIMEOUT_SECONDS):
+        opened = open_folder(folder, settings, None)
+        marker = opened.state.marker
+        if marker is None or opened.state.layout is None:
+            raise CheckpointError(
+                f"nothing to verify: the marker is {opened.state.found.state}"
+                + ("" if opened.state.found.marker is None else ", and the shards cannot be read")
+                + "; pull to rebuild the folder",
+                file=str(folder),
+            )
+        with Chain(
+            source_dir if source_dir is not None else folder,
+            marker.version,
+            checkpoint=folder,
+            base_dir=resolve_base(folder, base_dir, marker),
+            settings=settings,
+        ) as chain:
+            fold = Fold(settings.piece_bytes, settings.workers)
+            evidence = find_evidence(chain, opened.state, fold)
+            found = audit(opened.state.layout, chain.source.files, fold, evidence)
+            report = VerifyReport(
+                ok=not found.bad,
+                version=marker.version,
+                tensors=len(opened.state.layout.file_of),
+                nbytes=found.nbytes,
+                evidence=evidence.name if evidence is not None else "none",
+                bad=tuple(found.bad),
+                unproven=found.unproven,
+                seconds=clock.total_seconds,
+            )
+            if report.ok or not repair:
+                return report
+            if source_dir is None:
+                raise ChainError(
+                    "repair needs the published versions: give source_dir",
+                    tensor=found.bad[0].tensor,
+                )
+            return _repair(chain, opened, found, report, clock)
+
+
+def _repair(
+    chain: Chain, opened: OpenedFolder, found: Audit, report: VerifyReport, clock: StageClock
+) -> VerifyReport:
+    """Rebuild the bad tensors at the same version and swap the files in."""
+    update = FolderUpdate(chain, opened, durable=True, progress=None, clock=clock)
+    pulled = update.commit(update.stage(found))
+    return replace(
+        report,
+        ok=True,
+        repaired=tuple(sorted(item.tensor for item in found.bad)),
+        seconds=clock.total_seconds,
+        notes=pulled.notes,
+    )

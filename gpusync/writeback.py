@@ -1,0 +1,169 @@
+"""Write-back: the local checkpoint follows the live model.
+
+Staged while the model serves (:class:`WriteBack`), or pulled by one worker per folder in the background.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from gpusync.advance import Staged
+from gpusync.chain import Chain
+from gpusync.checkpoint import local_errors
+from gpusync.disk import FolderUpdate, open_folder, pull
+from gpusync.errors import CheckpointError
+from gpusync.lock import FolderLock
+from gpusync.timing import StageClock
+from gpusync.types import Progress, ProgressCallback, PullReport
+
+log = logging.getLogger(__name__)
+
+_LOCK_TIMEOUT_SECONDS = 600.0
+
+
+class WriteBack:
+    """The disk side of one update: staged during prepare, swapped in at finish.
+
+    The folder's lock is not held in between, across the engine's pause. If another process moved the folder
+    meanwhile, finish pulls instead.
+    """
+
+    def __init__(
+        self, chain: Chain, folder: Path, *, durable: bool, progress: ProgressCallback | None
+    ) -> None:
+        self._chain = chain
+        self._folder = folder
+        self._durable = durable
+        self._progress = progress
+        self._stopped = False
+        self._staged: tuple[FolderUpdate, Staged] | None = None
+        self._done: PullReport | None = None
+
+    def stage(self) -> None:
+        """Stage the folder's next state; what the folder holds is not changed.
+
+        Raises
+        ------
+        GpuSyncError
+            As for :func:`gpusync.pull`.
+        """
+        clock = StageClock()
+        with FolderLock(self._folder, _LOCK_TIMEOUT_SECONDS):
+            opened = open_folder(self._folder, self._chain.settings, self._progress)
+            update = FolderUpdate(
+                self._chain, opened, durable=self._durable, progress=self._report, clock=clock
+            )
+            self._done = update.nothing_to_do()
+            if self._done is None:
+                update.validate()
+                self._staged = update, update.stage()
+
+    def finish(self) -> PullReport:
+        """Swap in what was staged.
+
+        Raises
+        ------
+        GpuSyncError
+            The folder stands at its old version, or (CheckpointIOError within the swap) the next pull resumes.
+        """
+        if self._done is not None:
+            return self._done
+        if self._staged is not None:
+            update, staged = self._staged
+            with FolderLock(self._folder, _LOCK_TIMEOUT_SECONDS):
+                if staged.is_current():
+                    return update.commit(staged)
+        return pull_for(self._chain, self._folder, durable=self._durable, progress=self._progress)
+
+    def stop(self) -> None:
+        """Make a stage() that runs in another thread end at its next piece."""
+        self._stopped = True
+
+    def _report(self, event: Progress) -> None:
+        if self._stopped:
+            raise CheckpointError("staging was stopped; the folder is as it was")
+        if self._progress is not None:
+            self._progress(event)
+
+    def discard(self) -> None:
+        """Remove what was staged."""
+        if self._staged is None:
+            return
+        with FolderLock(self._folder, _LOCK_TIMEOUT_SECONDS), local_errors("discard", self._folder):
+            self._staged[1].discard()
+        self._staged = None
+
+
+def pull_for(
+    chain: Chain, folder: Path, *, durable: bool, progress: ProgressCallback | None
+) -> PullReport:
+    """Pull a chain's target into its folder."""
+    return pull(
+        folder,
+        chain.base_dir,
+        chain.source.path,
+        chain.target_version,
+        durable=durable,
+        progress=progress,
+    )
+
+
+class _Worker:
+    """One folder's background thread; a newer request replaces the one that waits."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.waiting: Callable[[], PullReport] | None = None
+        self.thread: threading.Thread | None = None
+        self.error: Exception | None = None
+
+    def run(self) -> None:
+        while True:
+            with self.lock:
+                request, self.waiting = self.waiting, None
+                if request is None:
+                    self.thread = None
+                    return
+            try:
+                request()
+                self.error = None
+            except Exception as err:  # reported by wait(), and the next update catches up
+                log.exception("write_back_failed")
+                self.error = err
+
+
+_workers: dict[Path, _Worker] = {}
+_workers_lock = threading.Lock()
+
+
+def submit(chain: Chain, folder: Path, *, durable: bool, progress: ProgressCallback | None) -> None:
+    """Have the folder follow in the background. A request that still waits is replaced: the newer one covers it."""
+    with _workers_lock:
+        worker = _workers.setdefault(folder, _Worker())
+    with worker.lock:
+        worker.waiting = lambda: pull_for(chain, folder, durable=durable, progress=progress)
+        if worker.thread is None:
+            worker.thread = threading.Thread(target=worker.run, name="gpusync-write-back")
+            worker.thread.start()
+
+
+def wait(folder: Path) -> None:
+    """Wait until the folder's background work is done.
+
+    Raises
+    ------
+    GpuSyncError
+        The last of it failed; live is ahead of disk, and the next update or pull catches up.
+    """
+    with _workers_lock:
+        worker = _workers.get(folder)
+    if worker is None:
+        return
+    thread = worker.thread
+    if thread is not None:
+        thread.join()
+    if worker.error is not None:
+        raise worker.error
