@@ -162,6 +162,8 @@ class _WalkedSource:
             data += more
         self.position += len(data)
         self._walker.feed(data)
+        if self.position == self.nbytes:
+            self._walker.finish()
         return data
 
 

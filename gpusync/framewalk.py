@@ -115,6 +115,7 @@ class FrameWalker:
         self._most = 0
         self._items = 0  # frames and blocks
         self._idle_frames = 0  # skippable or without content
+        self._filled_frames = 0
         self._data_frames = 0
 
     def feed(self, data: bytes | memoryview) -> None:
@@ -356,10 +357,12 @@ class FrameWalker:
         self._least += least
         self._most += most
         self._data_frames += not frame.skippable
-        if not most:
+        if most:
+            self._filled_frames += 1
+        else:
             self._idle_frames += 1
             # One skippable frame before each data frame is what parallel writers do.
-            if self._idle_frames > _FREE_IDLE_FRAMES + self._data_frames:
+            if self._idle_frames > _FREE_IDLE_FRAMES + self._filled_frames:
                 raise self._refused("too many frames without content", got=self._idle_frames)
         if self._on_frame is not None:
             self._on_frame(
