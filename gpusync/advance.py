@@ -178,6 +178,8 @@ class Advance:
             else:
                 outcome = work.prove(plans)
                 self._refuse_healing(outcome)
+        if route.start == "applied":
+            outcome.healed.extend(self._suspects)
         for name, folder_of in sides.copies.items():
             copy_file(folder_of / name, self._paths.staging / name)
         self._chain.source.check_unchanged(route.versions)

@@ -281,7 +281,7 @@ def open_chain(
         )
     folder = Path(os.path.abspath(checkpoint)) if checkpoint is not None else None
     marker = read_marker(folder).marker if folder is not None else None
-    base = resolve_base(folder, base_dir, marker)
+    base = resolve_base(folder, base_dir, marker, target_version)
     chain = Chain(source_dir, target_version, checkpoint=folder, base_dir=base, settings=settings)
     applied = marker.version if marker is not None else None
     if marker is not None:
@@ -327,30 +327,38 @@ def wait_visible(attempt: Callable[[], T], timeout_seconds: float) -> T:
 
 
 def resolve_base(
-    folder: Path | None, base_dir: str | os.PathLike[str] | None, marker: Marker | None
+    folder: Path | None,
+    base_dir: str | os.PathLike[str] | None,
+    marker: Marker | None,
+    target_version: int,
 ) -> Path | None:
-    """Return the base to use: the one given, or the latched one where the local checkpoint itself is given.
+    """Return the base to use: the latched one while the folder descends from it, else the one given.
 
-    Engines repoint their model path at the local checkpoint after the first update; from then on the folder
-    they pass as base is the local one, and the pristine base is the one recorded when the folder was seeded.
+    The pristine base is latched when the folder is seeded. Engines repoint their model path at the local checkpoint
+    after the first update and from then on pass that as base; and a tensor can only be rebuilt from the base that it
+    came from. A reset (target 0) starts over from the base given.
 
     Raises
     ------
     CheckpointError
-        Base and local checkpoint are the same folder, and no other base was recorded.
+        Base and local checkpoint are the same folder, and no other base was latched.
     """
     latched = Path(marker.base) if marker is not None and marker.base is not None else None
-    if base_dir is None:
+    given = Path(os.path.abspath(base_dir)) if base_dir is not None else None
+    if given is not None and folder is not None and _same_folder(folder, given):
+        given = None
+        if latched is None:
+            raise CheckpointError(
+                "base_dir is the local checkpoint itself; there would be no pristine base to go back to",
+                file=str(folder),
+            )
+    if given is None or (target_version > 0 and latched is not None and latched.is_dir()):
         return latched
-    base = Path(os.path.abspath(base_dir))
-    if folder is None or not (folder.exists() and base.exists() and os.path.samefile(folder, base)):
-        return base
-    if latched is None:
-        raise CheckpointError(
-            "base_dir is the local checkpoint itself; it would be patched in place of a pristine base",
-            file=str(base),
-        )
-    return latched
+    return given
+
+
+def _same_folder(one: Path, other: Path) -> bool:
+    return one.exists() and other.exists() and os.path.samefile(one, other)
 
 
 def check_targets(route: Route, layout: Layout) -> None:

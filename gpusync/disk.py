@@ -85,7 +85,7 @@ def pull(
     lock = FolderLock(folder, lock_timeout_seconds)
     with lock:
         opened = open_folder(folder, settings, progress)
-        base = resolve_base(folder, base_dir, opened.state.found.marker)
+        base = resolve_base(folder, base_dir, opened.state.found.marker, target_version)
         with Chain(
             source_dir, target_version, checkpoint=folder, base_dir=base, settings=settings
         ) as chain:

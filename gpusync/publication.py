@@ -3,8 +3,9 @@
 A receiver that lists the folder sees the whole version or nothing; within it the index was written last all the same,
 for stores that copy file by file. Steps, in this order:
 
-1. lock: one publisher per host works on a source folder (across hosts the rename in 6 decides);
-2. hidden folder, what an earlier publisher left in it removed;
+1. lock, and what a killed publisher of this host left behind removed; where the file system has no locks, or they
+   do not reach across hosts, the rename in 6 decides;
+2. hidden folder of a name of its own;
 3. shards, then the manifest, each fsynced;
 4. the index, fsynced;
 5. the hidden folder fsynced;
@@ -15,7 +16,9 @@ for stores that copy file by file. Steps, in this order:
 from __future__ import annotations
 
 import errno
+import logging
 import platform
+import uuid
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -25,6 +28,8 @@ from gpusync import fsio
 from gpusync.config import Settings
 from gpusync.errors import CheckpointIOError, VersionConflictError
 from gpusync.index import version_dir_name
+
+log = logging.getLogger(__name__)
 
 _LOCK_NAME = ".gpusync-publish.lock"
 _COPY_NBYTES = 4 << 20
@@ -74,13 +79,34 @@ def publish_lock(source_dir: Path) -> Iterator[None]:
     fsio.make_dir(source_dir)
     fd = fsio.open_lock_file(source_dir / _LOCK_NAME)
     try:
-        if not fsio.try_flock(fd):
-            raise VersionConflictError(
-                f"another publisher is at work in {source_dir}. Wait for it, or stop it."
-            )
+        if _try_lock(fd, source_dir):
+            for name in fsio.list_dir(source_dir):
+                if name.startswith(_hidden_prefix()):
+                    fsio.remove_tree(source_dir / name)
         yield
     finally:
         fsio.close(fd)
+
+
+def _try_lock(fd: int, source_dir: Path) -> bool:
+    """Return True where the lock is held, False where the file system has none."""
+    try:
+        held = fsio.try_flock(fd)
+    except OSError as err:
+        if err.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
+        log.warning("publish_lock_unsupported source_dir=%s errno=%s", source_dir, err.errno)
+        return False
+    if not held:
+        raise VersionConflictError(
+            f"another publisher is at work in {source_dir}. Wait for it, or stop it."
+        )
+    return True
+
+
+def _hidden_prefix() -> str:
+    """Start of the hidden folders' names of this host: the lock keeps others of this host out, not other hosts."""
+    return f".gpusync-publish.{platform.node() or 'host'}."
 
 
 @contextmanager
@@ -116,9 +142,7 @@ class PendingVersion:
         self.version = version
         self.path = source_dir / version_dir_name(version)
         self.nbytes = 0
-        # One name per host: the lock keeps others of this host out, and nobody removes another host's folder.
-        self._folder = source_dir / f".gpusync-publish.{platform.node() or 'host'}.tmp"
-        fsio.remove_tree(self._folder)
+        self._folder = source_dir / f"{_hidden_prefix()}{uuid.uuid4().hex}.tmp"
         fsio.make_dir(self._folder)
 
     def write_file(self, name: str, pieces: Sequence[bytes]) -> None:

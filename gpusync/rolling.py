@@ -96,11 +96,14 @@ def shard_builder(
     CheckpointError
         The spool or its table is damaged.
     """
-    table = read_bound_table(paths.staging / paths.table.name, journal.after.id)
+    staged = paths.staging / paths.table.name
+    table = read_bound_table(staged, journal.after.id)
+    if table is None:  # resumed after step 12
+        table = read_bound_table(paths.table, journal.after.id)
     if table is None:
         raise CheckpointError(
             "the table of a swap in progress is damaged; pull again to rebuild the folder",
-            file=str(paths.staging / paths.table.name),
+            file=str(staged),
         )
     chain = Chain(
         paths.spool, journal.after.version, checkpoint=None, base_dir=None, settings=settings

@@ -64,7 +64,7 @@ def verify(
             source_dir if source_dir is not None else folder,
             marker.version,
             checkpoint=folder,
-            base_dir=resolve_base(folder, base_dir, marker),
+            base_dir=resolve_base(folder, base_dir, marker, marker.version),
             settings=settings,
         ) as chain:
             fold = Fold(settings.piece_bytes, settings.workers)

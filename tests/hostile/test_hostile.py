@@ -6,6 +6,7 @@ import hashlib
 import importlib.util
 import shutil
 import tempfile
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -87,7 +88,10 @@ class Case:
 
 
 def build(folder: Path) -> dict[str, Case]:
-    return {row["name"]: Case.of(row) for row in load_builder().build(str(folder))}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)  # the builder closes no file
+        rows = load_builder().build(str(folder))
+    return {row["name"]: Case.of(row) for row in rows}
 
 
 with tempfile.TemporaryDirectory() as _folder:

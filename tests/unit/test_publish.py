@@ -438,6 +438,18 @@ def test_a_publisher_at_work_keeps_others_out(
     assert Publisher(source_dir, base_dir).publish(as_arrays(states[1])) == 1
 
 
+def test_a_file_system_without_locks_is_published_to_with_a_warning(
+    tmp_path: Path, base_dir: Path, states: list[Tensors], monkeypatch: Any, caplog: Any
+) -> None:
+    def no_locks(fd: int) -> bool:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr(fsio, "try_flock", no_locks)
+    publish_steps(tmp_path / "s", base_dir, [states[1]])
+    assert replay(base_dir, tmp_path / "s", 1) == states[1]
+    assert "publish_lock_unsupported" in caplog.text
+
+
 def test_losing_the_race_for_a_version_leaves_the_winner_alone(
     tmp_path: Path, base_dir: Path, states: list[Tensors], monkeypatch: pytest.MonkeyPatch
 ) -> None:
