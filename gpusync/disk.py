@@ -78,9 +78,7 @@ def pull(
     settings = Settings.from_env()
     check_target(target_version)
     folder = Path(os.path.abspath(local_checkpoint_dir))
-    resolve_base(
-        folder, base_dir, read_marker(folder).marker
-    )  # before anything is made in the folder
+    resolve_base(folder, base_dir, read_marker(folder).marker, target_version)
     clock = StageClock()
     lock = FolderLock(folder, lock_timeout_seconds)
     with lock:
