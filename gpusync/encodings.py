@@ -22,7 +22,8 @@ from gpusync.types import Encoding
 SPARSE_MEMORY_BYTES = 4 << 20
 """Most that one sparse layer keeps in memory; larger ones go to a temporary file."""
 
-_STEP_NBYTES = 1 << 20
+# Positions or values taken at a time: 1 MiB of keys.
+_STEP = 1 << 17
 _MAX_OVERWRITE_NBYTES = (1 << 32) - 1
 _KEY_NBYTES = 8
 
@@ -170,34 +171,15 @@ def _read_keys(
             expected=nbytes,
             got=count,
         )
-    payload_nbytes = form.payload_nbytes(count)
-    reader.expect(payload_nbytes)
+    reader.expect(form.payload_nbytes(count))
     keys = _new_keys(count, spill)
-    buffer = np.empty(min(_STEP_NBYTES, payload_nbytes), np.uint8)
-    step = _STEP_NBYTES // form.position_dtype.itemsize
-    previous, ordered = -1, True
-    for begin in range(0, count, step):
-        part = keys[begin : begin + step]
-        raw = buffer[: part.size * form.position_dtype.itemsize]
-        reader.readinto(raw.data)
-        positions = raw.view(form.position_dtype)
-        largest = int(positions.max())
-        if largest >= nbytes:
-            raise where.refused("a position is outside of the tensor", expected=nbytes, got=largest)
-        ordered = (
-            ordered
-            and int(positions[0]) > previous
-            and bool((positions[1:] > positions[:-1]).all())
-        )
-        if form.is_xor and not ordered:
-            raise where.refused("positions do not increase strictly")
-        previous = int(positions[-1])
-        np.left_shift(positions, np.uint64(8), out=part, dtype=np.uint64)
-    for begin in range(0, count, _STEP_NBYTES):
-        part = keys[begin : begin + _STEP_NBYTES]
-        raw = buffer[: part.size]
-        reader.readinto(raw.data)
-        part |= raw
+    buffer = np.empty(min(_STEP, count) * form.position_dtype.itemsize, np.uint8)
+    ordered = _read_positions(form, reader, keys, buffer, nbytes, where)
+    for begin in range(0, count, _STEP):
+        part = keys[begin : begin + _STEP]
+        values = buffer[: part.size]
+        reader.readinto(values.data)
+        part |= values
     reader.finish()
     if not ordered:
         keys.sort()
@@ -205,9 +187,37 @@ def _read_keys(
     return keys
 
 
+def _read_positions(
+    form: _Form,
+    reader: BlobReader,
+    keys: NDArray[np.uint64],
+    buffer: NDArray[np.uint8],
+    nbytes: int,
+    where: Where,
+) -> bool:
+    """Read positions into ``keys``, each within the tensor; return whether they increase strictly."""
+    previous, ordered = -1, True
+    for begin in range(0, keys.size, _STEP):
+        part = keys[begin : begin + _STEP]
+        raw = buffer[: part.size * form.position_dtype.itemsize]
+        reader.readinto(raw.data)
+        positions = raw.view(form.position_dtype)
+        largest = int(positions.max())
+        if largest >= nbytes:
+            raise where.refused("a position is outside of the tensor", expected=nbytes, got=largest)
+        if ordered:
+            increasing = bool((positions[1:] > positions[:-1]).all())
+            ordered = increasing and int(positions[0]) > previous
+        if form.is_xor and not ordered:
+            raise where.refused("positions do not increase strictly")
+        previous = int(positions[-1])
+        np.left_shift(positions, np.uint64(8), out=part, dtype=np.uint64)
+    return ordered
+
+
 def _check_unique(keys: NDArray[np.uint64], where: Where) -> None:
-    for begin in range(0, keys.size - 1, _STEP_NBYTES):
-        positions = keys[begin : begin + _STEP_NBYTES + 1] >> np.uint64(8)
+    for begin in range(0, keys.size - 1, _STEP):
+        positions = keys[begin : begin + _STEP + 1] >> np.uint64(8)
         same = np.flatnonzero(positions[1:] == positions[:-1])
         if same.size:
             raise where.refused("a position is given twice", got=int(positions[same[0]]))

@@ -37,6 +37,8 @@ ReadBytes = Callable[[int], bytes]
 
 # Compressed bytes handed to libzstd at a time: they and what they decode to pass through L2.
 _READ_NBYTES = 64 << 10
+# The shortest block with content, header included: RLE, up to 128 KiB of one byte.
+_MIN_BLOCK_NBYTES = 4
 # The smallest window limit that libzstd takes.
 _MIN_WINDOW = 1 << 10
 
@@ -85,7 +87,20 @@ class BlobReader:
         )
 
     def expect(self, content_nbytes: int) -> None:
-        """Say how much content there is, where that was not known before; as at construction."""
+        """Say how much content there must be, where its first bytes told.
+
+        Raises
+        ------
+        FrameFormatError
+            The blob holds more, or is too short to hold as much: checked before anyone allocates for it.
+        """
+        most = self._source.nbytes // _MIN_BLOCK_NBYTES * MAX_BLOCK_NBYTES
+        if content_nbytes > most:
+            raise self._where.refused(
+                "the blob is too short for the content that its count promises",
+                expected=content_nbytes,
+                got=most,
+            )
         self._walker.expect(content_nbytes)
 
     def readinto(self, out: memoryview) -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import io
 import struct
+import subprocess
+import sys
 import time
 import tracemalloc
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -460,6 +463,50 @@ def test_bomb_of_a_million_empty_parts_is_refused_early(bomb: str, nbytes: int) 
     assert time.process_time() - begin < 1.5
     with pytest.raises(FrameFormatError):
         decode(BOMBS[bomb][: 4 * KIB] * 50, 4096)
+
+
+RESIDENT = r"""
+import resource
+from gpusync.errors import FrameFormatError
+from gpusync.frames import BlobReader, Where
+from tests.unit.strategies import RLE, block, compress, frame, reads
+
+zeros = block(b"\0", kind=RLE, nbytes=1 << 17, last=False) * 20_000
+bombs = [
+    frame([zeros, block()]),
+    frame([zeros, block()], descriptor=0x80, fields=(4096).to_bytes(4, "little")),
+    frame([zeros, block()], window=0x88),
+    frame([block(b"abc")], window=0xA8),
+    frame([block(last=False) * 1_000_000]),
+    compress(bytes(1 << 26), write_content_size=False),
+]
+
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+before = peak()
+for bomb in bombs:
+    reader = BlobReader(
+        reads(bomb), nbytes=len(bomb), content_nbytes=4096, where=Where(), max_window=8 << 20
+    )
+    try:
+        reader.readinto(memoryview(bytearray(4096)))
+        reader.finish()
+    except FrameFormatError:
+        continue
+    raise SystemExit("a bomb was taken")
+print(peak() - before)
+"""
+
+
+def test_bombs_take_no_memory_of_the_decoder_either(repository: Path) -> None:
+    """tracemalloc cannot see libzstd: a process of its own shows its peak."""
+    done = subprocess.run(
+        [sys.executable, "-c", RESIDENT], cwd=repository, capture_output=True, text=True, check=True
+    )
+    assert int(done.stdout) < 16 * KIB  # KiB
 
 
 def test_frame_nested_in_a_frame_is_content() -> None:
