@@ -20,6 +20,7 @@ import baseline
 import zstandard
 from common import (
     Case,
+    Parts,
     Sizes,
     Target,
     check_digests,
@@ -31,11 +32,9 @@ from common import (
     ratios_table,
     read_header,
     run_rounds,
-    seconds_table,
     settle,
     spread,
     targets_table,
-    timed,
     warm,
     workspace,
 )
@@ -111,15 +110,15 @@ class _OneVersion:
             "baseline": self._baseline,
         }
 
-    def _floor(self, number: int) -> Mapping[str, float]:
-        parts: dict[str, float] = {}
-        with timed(parts, "decode"):
+    def _floor(self, number: int) -> Parts:
+        parts = Parts()
+        with parts.timed("decode"):
             decode_alone(
                 self.source / f"weight_v{number + 1:06d}",
                 self.settings.workers,
                 self.settings.piece_bytes,
             )
-        with timed(parts, "copy"):
+        with parts.timed("copy"):
             copy_alone(self.stream.base_dir, self.copies)
         return parts
 
@@ -178,11 +177,11 @@ class _LateJoiner:
     def _pull(self, *, durable: bool) -> None:
         gpusync.pull(self.folder, self.stream.base_dir, self.source, LATE_VERSION, durable=durable)
 
-    def _baseline(self) -> Mapping[str, float]:
-        parts: dict[str, float] = {}
-        with timed(parts, "seed"):
+    def _baseline(self) -> Parts:
+        parts = Parts()
+        with parts.timed("seed"):
             baseline.seed(self.folder, self.stream.base_dir)
-        with timed(parts, "patch"):
+        with parts.timed("patch"):
             for version in range(1, LATE_VERSION + 1):
                 baseline.pull(self.folder, self.source, version)
         return parts
@@ -196,12 +195,13 @@ class _LateJoiner:
 
 
 def measure(root: Path, stream: Stream, framing: str, rounds: int) -> dict[str, Any]:
-    """Run both parts for one framing; return their seconds, paired ratios and the product's own stages."""
+    """Run both parts for one framing; return their timings, paired ratios and the product's own stages."""
     one = _OneVersion(root, stream, framing, Settings.from_env())
-    seconds = run_rounds(one.cases(), rounds, before=one.before, check=one.check)
+    step = run_rounds(one.cases(), rounds, before=one.before, check=one.check)
     one.remove()
     late = _LateJoiner(root, stream, framing)
-    seconds |= run_rounds(late.cases(), rounds, before=late.before, check=late.check)
+    join = run_rounds(late.cases(), rounds, before=late.before, check=late.check)
+    seconds = step.seconds | join.seconds
     pairs = {
         "pull / (decode + copy)": ratios(seconds["pull"], seconds["floor"]),
         "pull / baseline": ratios(seconds["pull"], seconds["baseline"]),
@@ -211,7 +211,7 @@ def measure(root: Path, stream: Stream, framing: str, rounds: int) -> dict[str, 
             seconds["late baseline"], seconds["late pull durable"]
         ),
     }
-    return {"seconds": seconds, "ratios": pairs, "stages": one.stage_table()}
+    return {"one version": step, "late joiner": join, "ratios": pairs, "stages": one.stage_table()}
 
 
 def main() -> None:
@@ -235,11 +235,8 @@ def main() -> None:
     ]
     tables = []
     for framing, part in measured.items():
-        tables += [
-            f"## {framing} frames",
-            seconds_table(part["seconds"]),
-            ratios_table(part["ratios"]),
-        ]
+        tables += [f"## {framing} frames", part["one version"].table(), part["late joiner"].table()]
+        tables.append(ratios_table(part["ratios"]))
         tables.append("Stages of pull, seconds (they overlap): " + json.dumps(part["stages"]))
     document = {
         "sizes": vars(sizes),
@@ -247,7 +244,8 @@ def main() -> None:
         "exclusions": _EXCLUSIONS,
         "framings": {
             framing: {
-                "seconds": {name: spread(v) for name, v in part["seconds"].items()},
+                "one_version": part["one version"].to_dict(),
+                "late_joiner": part["late joiner"].to_dict(),
                 "ratios": {name: spread(v) for name, v in part["ratios"].items()},
                 "stages": part["stages"],
             }

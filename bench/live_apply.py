@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch
 import xxhash
 from common import (
     Case,
+    Parts,
     Sizes,
     Target,
     check_digests,
@@ -27,11 +27,9 @@ from common import (
     ratios,
     ratios_table,
     run_rounds,
-    seconds_table,
     settle,
     spread,
     targets_table,
-    timed,
     warm,
     workspace,
 )
@@ -89,35 +87,33 @@ class _Live:
     def cases(self) -> dict[str, Case]:
         return {"live": self._live, "live durable": self._durable, "baseline": self._baseline}
 
-    def _live(self, number: int) -> Mapping[str, float]:
+    def _live(self, number: int) -> Parts:
         return self._update("live", number, checkpoint=None, write_back="none")
 
-    def _durable(self, number: int) -> Mapping[str, float]:
+    def _durable(self, number: int) -> Parts:
         name = "live durable"
         return self._update(name, number, checkpoint=self.locals[name], write_back="sync")
 
-    def _update(
-        self, name: str, number: int, *, checkpoint: Path | None, write_back: str
-    ) -> Mapping[str, float]:
-        parts: dict[str, float] = {}
-        with timed(parts, "open"):
+    def _update(self, name: str, number: int, *, checkpoint: Path | None, write_back: str) -> Parts:
+        parts = Parts()
+        with parts.timed("open"):
             chain = gpusync.open_chain(
                 self.source, number + 1, checkpoint=checkpoint, base_dir=self.stream.base_dir
             )
-        with timed(parts, "prepare"):
+        with parts.timed("prepare"):
             update = gpusync.prepare(self.modules[name], chain, device="cpu", write_back=write_back)
-        with timed(parts, "commit"):
+        with parts.timed("commit"):
             update.commit()
-        with timed(parts, "finish"):
+        with parts.timed("finish"):
             report = update.finish()
         self.reports.setdefault(name, []).append(report)
         return parts
 
-    def _baseline(self, number: int) -> Mapping[str, float]:
-        parts: dict[str, float] = {}
-        with timed(parts, "pull"):
+    def _baseline(self, number: int) -> Parts:
+        parts = Parts()
+        with parts.timed("pull"):
             baseline.pull(self.locals["baseline"], self.source, number + 1)
-        with timed(parts, "reload"):
+        with parts.timed("reload"):
             baseline.reload(self.modules["baseline"], self.locals["baseline"])
         return parts
 
@@ -160,8 +156,9 @@ def main() -> None:
             framings=("seekable",),
         )
         live = _Live(root, stream)
-        seconds = run_rounds(live.cases(), sizes.rounds, before=live.before, check=live.check)
+        timings = run_rounds(live.cases(), sizes.rounds, before=live.before, check=live.check)
         reports = live.report_values()
+    seconds = timings.seconds
     pairs = {
         "pause / reload": ratios(seconds["live.commit"], seconds["baseline.reload"]),
         "open + prepare + commit / (pull + reload)": ratios(seconds["live"], seconds["baseline"]),
@@ -183,13 +180,13 @@ def main() -> None:
         "sizes": vars(sizes),
         "stream": stream.to_dict(),
         "exclusions": _EXCLUSIONS,
-        "seconds": {name: spread(values) for name, values in seconds.items()},
+        **timings.to_dict(),
         "ratios": {name: spread(values) for name, values in pairs.items()},
         "reports": reports,
         "targets": [target.to_dict() for target in targets],
     }
     tables = [
-        seconds_table(seconds),
+        timings.table(),
         ratios_table(pairs),
         "Our reports: " + json.dumps(reports),
         "## Targets",
