@@ -144,9 +144,13 @@ def show_demo(result: DemoResult) -> None:
                 f"{update.pause_seconds / step.reload_seconds:.0%}",
             )
         )
-    columns = ("version", "read", "publish", "prepare", "pause", "finish", "reload", "pause/reload")
-    print_table("seconds per version (reload: load from page cache and copy)", columns, rows)
-    show_stages(f"stages of version {result.steps[-1].version}", result.steps[-1].update.stages)
+    columns = ("version", "read", "publish", "prepare", "pause", "finish", "reload", "pause %")
+    title = "seconds per version; reload: load from page cache and copy; pause %: of the reload"
+    print_table(title, columns, rows)
+    last = result.steps[-1].update
+    show_stages(f"live model, stages of version {last.to_version}", last.stages)
+    if last.pull is not None:
+        show_stages(f"local checkpoint, stages of version {last.to_version}", last.pull.stages)
     healed = result.healed
     print_line(
         f"second host: killed in {result.killed_at}; its next pull: recovered {healed.recovered}, "
