@@ -14,7 +14,7 @@ from typing import Literal
 
 from gpusync import fsio
 from gpusync.audit import Audit, SeedHealer
-from gpusync.chain import Chain, Route, check_targets, identity_after, start_layout
+from gpusync.chain import Chain, identity_after, start_layout
 from gpusync.checkpoint import FolderPaths, LocalState, local_errors, local_io_error, write_table
 from gpusync.config import Settings
 from gpusync.errors import DigestMismatchError, FormatError, SourceNotReadyError
@@ -30,6 +30,7 @@ from gpusync.materialize import (
     reserve_shards,
 )
 from gpusync.rolling import reserve_rolling, shard_builder, spool_versions
+from gpusync.route import Route, check_targets
 from gpusync.sidefiles import plan_side_files
 from gpusync.swap import Journal, Step, clear_staging, marker_token, reached, swap
 from gpusync.timing import StageClock
@@ -229,7 +230,8 @@ class Advance:
             return "rolling"
         needed = sum(plan.nbytes for plan in plans)
         try:
-            if needed and fsio.free_bytes(self._paths.state) < needed + settings.reserve_bytes:
+            leave = settings.reserve_bytes if may_roll else 0
+            if needed and fsio.free_bytes(self._paths.state) < needed + leave:
                 raise OSError(errno.ENOSPC, f"no room to stage {needed} bytes")
             reserve_shards(plans, self._paths.staging)
         except OSError as err:

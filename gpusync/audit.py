@@ -11,12 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from gpusync.chain import Chain, Route, start_layout
+from gpusync.chain import Chain, start_layout
 from gpusync.errors import ChainError, GpuSyncError, SourceNotReadyError
 from gpusync.files import OpenFiles
 from gpusync.fold import Fold, NullSink, run_parallel
 from gpusync.layout import Layout
 from gpusync.materialize import NOTHING_TO_FOLD, TensorPlan, mismatch, plan_tensor
+from gpusync.route import Route
 from gpusync.types import Algorithm, BadTensor, Digest
 
 

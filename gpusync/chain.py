@@ -1,72 +1,36 @@
 """Which versions lead from an applied version to the target.
 
-A :class:`Route` is the answer for one starting point: where the bytes start (what is there already, a full version,
-the aggregate, or the base) and the delta versions to fold in, oldest first.
+A :class:`gpusync.route.Route` is the answer for one starting point.
 """
 
 from __future__ import annotations
 
-import json
 import operator
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from gpusync import fsio
 from gpusync.config import Settings
 from gpusync.digest import fingerprint
 from gpusync.errors import (
-    BaseMismatchError,
     ChainError,
     CheckpointError,
     FormatError,
-    IndexFormatError,
     SourceNotReadyError,
     VersionConflictError,
 )
 from gpusync.hook import HookCall, PreReadHook
 from gpusync.layout import Layout, read_layout
 from gpusync.marker import Marker, read_marker
+from gpusync.route import Route, check_base_fingerprint, check_order, check_targets
 from gpusync.source import Source, SourceVersion
 
 T = TypeVar("T")
 
 _FIRST_PAUSE_SECONDS = 0.05
 _LAST_PAUSE_SECONDS = 2.0
-_MAX_CONFIG_BYTES = 16 << 20
-_TIED_NAMES = ("lm_head.weight", "model.embed_tokens.weight")
-
-
-@dataclass(frozen=True)
-class Route:
-    """How to get to ``target`` from one starting point.
-
-    Parameters
-    ----------
-    start
-        "applied": patch what stands at ``start_version``. "full": a full version (``full``). "base": the base
-        checkpoint. "aggregate" is "base" with ``deltas[0]`` replaced by one delta that holds several versions.
-    deltas
-        Delta versions to fold in, oldest first.
-    """
-
-    start: Literal["applied", "full", "base", "aggregate"]
-    start_version: int
-    target: int
-    deltas: tuple[SourceVersion, ...] = ()
-    full: SourceVersion | None = None
-
-    @property
-    def versions(self) -> list[SourceVersion]:
-        """Every published version that the route reads."""
-        return ([self.full] if self.full is not None else []) + list(self.deltas)
-
-    @property
-    def wire_nbytes(self) -> int:
-        return sum(version.wire_nbytes for version in self.versions)
 
 
 class Chain:
@@ -148,15 +112,15 @@ class Chain:
         for number in range(target, floor, -1):
             if aggregate is not None and number == aggregate.version:
                 deltas.append(aggregate)
-                return self._checked(Route("aggregate", 0, target, tuple(reversed(deltas))))
+                return check_order(Route("aggregate", 0, target, tuple(reversed(deltas))))
             found = self.version(number)
             if found.kind == "full":
-                return self._checked(
+                return check_order(
                     Route("full", number, target, tuple(reversed(deltas)), full=found)
                 )
             deltas.append(found)
         start: Literal["applied", "base"] = "base" if applied is None else "applied"
-        return self._checked(Route(start, floor, target, tuple(reversed(deltas))))
+        return check_order(Route(start, floor, target, tuple(reversed(deltas))))
 
     def check_identity(self, marker: Marker) -> None:
         """Refuse a source whose version numbers stand for other bytes than those applied.
@@ -198,7 +162,7 @@ class Chain:
         """
         if route.start != "applied" or not route.deltas or marker.fingerprint is None:
             return
-        _check_base_fingerprint(route.deltas[0], marker.fingerprint)
+        check_base_fingerprint(route.deltas[0], marker.fingerprint)
 
     def close(self) -> None:
         self.source.close()
@@ -216,23 +180,6 @@ class Chain:
     def _usable_aggregate(self) -> SourceVersion | None:
         found = self.source.open_aggregate()
         return found if found is not None and 0 < found.version <= self.target_version else None
-
-    def _checked(self, route: Route) -> Route:
-        before = route.start_version
-        known = route.full.fingerprint if route.full is not None else None
-        for delta in route.deltas:
-            base = delta.index.base_version if delta.index is not None else None
-            if base != before:
-                raise BaseMismatchError(
-                    "out-of-order delta: its base is not the version before it",
-                    version=delta.version,
-                    expected=before,
-                    got=base,
-                )
-            if known is not None:
-                _check_base_fingerprint(delta, known)
-            before, known = delta.version, delta.fingerprint
-        return route
 
 
 def open_chain(
@@ -360,71 +307,6 @@ def resolve_base(
 
 def _same_folder(one: Path, other: Path) -> bool:
     return one.exists() and other.exists() and os.path.samefile(one, other)
-
-
-def check_targets(route: Route, layout: Layout) -> None:
-    """Check that every tensor the deltas name is in the checkpoint they will be applied to.
-
-    Raises
-    ------
-    IndexFormatError
-        A delta names a tensor that is not there, or its manifest disagrees on size, dtype or shape.
-    """
-    for delta in route.deltas:
-        for name in delta.digests:
-            if name not in layout:
-                if is_tied_copy(delta, name, layout):
-                    continue
-                raise IndexFormatError(
-                    "the delta names a tensor that the checkpoint does not hold",
-                    version=delta.version,
-                    file=delta.blob(name)[0].path.name,
-                    tensor=name,
-                )
-            entry = layout.entry(name)
-            stated = delta.manifest.tensors.get(name) if delta.manifest is not None else None
-            if stated is not None and (stated.nbytes, stated.dtype, stated.shape) != (
-                entry.nbytes,
-                entry.dtype,
-                entry.shape,
-            ):
-                raise IndexFormatError(
-                    "the manifest describes another tensor than the checkpoint holds",
-                    version=delta.version,
-                    tensor=name,
-                    expected=f"{entry.dtype} {list(entry.shape)}, {entry.nbytes} bytes",
-                    got=f"{stated.dtype} {list(stated.shape)}, {stated.nbytes} bytes",
-                )
-
-
-def is_tied_copy(delta: SourceVersion, name: str, layout: Layout) -> bool:
-    """True for an output head that a tied checkpoint does not hold, published along with its equal embedding."""
-    head, embedding = _TIED_NAMES
-    return (
-        name == head
-        and embedding in layout
-        and delta.digests.get(embedding) == delta.digests[head]
-        and _config_ties(layout.folder)
-    )
-
-
-def _config_ties(folder: Path) -> bool:
-    try:
-        config = json.loads(fsio.read_file(folder / "config.json", _MAX_CONFIG_BYTES))
-    except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(config, dict) and config.get("tie_word_embeddings") is True
-
-
-def _check_base_fingerprint(delta: SourceVersion, fingerprint: str) -> None:
-    stated = delta.manifest.base_fingerprint if delta.manifest is not None else None
-    if stated is not None and stated != fingerprint:
-        raise BaseMismatchError(
-            "the delta was made from other bytes than this base version: another run, or it was published again",
-            version=delta.version,
-            expected=fingerprint,
-            got=stated,
-        )
 
 
 def start_layout(chain: Chain, route: Route, local: Layout | None) -> Layout:

@@ -253,7 +253,7 @@ class FolderUpdate:
             written_bytes=outcome.written_bytes,
             seconds=self._clock.total_seconds,
             stages=self._clock.times(),
-            notes=tuple(self._notes),
+            notes=(*self._notes, *route.notes()),
         )
 
     def _audit(self) -> Audit | None:

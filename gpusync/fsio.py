@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-READ_OPERATIONS = ("open_regular", "pread_into", "fstat", "lstat", "list_dir")
+READ_OPERATIONS = ("open_regular", "pread_into", "fstat", "lstat", "stat_path", "list_dir")
 WRITE_OPERATIONS = (
     "create",
     "open_for_writing",
@@ -69,6 +69,11 @@ def fstat(fd: int) -> os.stat_result:
 
 def lstat(path: Path) -> os.stat_result:
     return os.lstat(path)
+
+
+def stat_path(path: Path) -> os.stat_result:
+    """Like ``lstat``, of the file that a link leads to."""
+    return os.stat(path)
 
 
 def list_dir(path: Path) -> list[str]:
@@ -265,7 +270,7 @@ def regular_files(path: Path) -> Iterator[str]:
         mode = lstat(path / name).st_mode
         if stat.S_ISLNK(mode):
             try:
-                mode = os.stat(path / name).st_mode
+                mode = stat_path(path / name).st_mode
             except OSError:
                 continue
         if stat.S_ISREG(mode):

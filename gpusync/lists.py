@@ -6,13 +6,14 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gpusync.chain import Chain, Route, check_targets, identity_after, start_layout
+from gpusync.chain import Chain, identity_after, start_layout
 from gpusync.errors import PlacementError
 from gpusync.fold import ArrayOrigin, BlobSource, Fold, NullSink, run_parallel
 from gpusync.host import ChangePart, ChangeSink, ListBudget
 from gpusync.marker import Marker
 from gpusync.materialize import TensorPlan, mismatch, plan_tensor
 from gpusync.placement import Placement, refused
+from gpusync.route import Route, check_targets
 from gpusync.types import Algorithm, Digest, Progress, ProgressCallback
 
 

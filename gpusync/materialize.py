@@ -6,7 +6,6 @@ staging is written.
 
 from __future__ import annotations
 
-import os
 import stat
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Protocol
 
 from gpusync import fsio
-from gpusync.chain import Route
 from gpusync.checkpoint import local_io_error
 from gpusync.errors import DigestMismatchError, GpuSyncError
 from gpusync.files import OpenFiles
@@ -30,6 +28,7 @@ from gpusync.fold import (
     run_parallel,
 )
 from gpusync.layout import Layout, Shard, unreadable
+from gpusync.route import Route
 from gpusync.types import Algorithm, Digest, Progress, ProgressCallback
 
 NOTHING_TO_FOLD = Route("applied", 0, 0)
@@ -352,7 +351,7 @@ def _expected(name: str, blobs: tuple[BlobSource, ...], known: Mapping[str, str]
 
 def _mode(shard: Shard) -> int:
     """Permission bits of the starting file, writable by its owner (another receiver patches in place)."""
-    return stat.S_IMODE(os.stat(shard.path).st_mode) | stat.S_IWUSR
+    return stat.S_IMODE(fsio.stat_path(shard.path).st_mode) | stat.S_IWUSR
 
 
 def _groups(plans: Sequence[ShardPlan]) -> list[Sequence[ShardPlan]]:

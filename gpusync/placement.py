@@ -14,30 +14,9 @@ import torch
 from numpy.typing import NDArray
 
 from gpusync.errors import PlacementError
+from gpusync.tensors import DTYPE_NAMES
 from gpusync.types import TensorEntry
 
-# safetensors dtype to torch's attribute; those of one torch lack the others.
-_TORCH_NAMES = {
-    "BOOL": "bool",
-    "U8": "uint8",
-    "I8": "int8",
-    "I16": "int16",
-    "U16": "uint16",
-    "I32": "int32",
-    "U32": "uint32",
-    "I64": "int64",
-    "U64": "uint64",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F32": "float32",
-    "F64": "float64",
-    "C64": "complex64",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "F8_E8M0": "float8_e8m0fnu",
-}
 _REASONS_SHOWN = 5
 
 
@@ -145,7 +124,7 @@ def _why_not(tensor: torch.Tensor | None, entry: TensorEntry | None) -> str | No
         return "a lazy view, whose bytes are not its values"
     if entry is None:
         return None
-    expected = getattr(torch, _TORCH_NAMES.get(entry.dtype, ""), None)
+    expected = getattr(torch, DTYPE_NAMES.get(entry.dtype, ""), None)
     if expected is None:
         return f"dtype {entry.dtype} has no torch equivalent here"
     if tensor.dtype != expected:

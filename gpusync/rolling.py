@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gpusync import fsio
-from gpusync.chain import Chain, Route
+from gpusync.chain import Chain
 from gpusync.checkpoint import FolderPaths, read_bound_table
 from gpusync.config import Settings
 from gpusync.errors import CheckpointError
@@ -27,6 +27,7 @@ from gpusync.materialize import (
     plan_shards,
     reserve_shards,
 )
+from gpusync.route import Route
 from gpusync.swap import BuildShard, Journal
 from gpusync.types import Digest, ProgressCallback
 

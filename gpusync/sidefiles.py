@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gpusync import fsio
-from gpusync.chain import Chain, Route
+from gpusync.chain import Chain
 from gpusync.index import INDEX_NAME, MANIFEST_NAME
 from gpusync.layout import Layout
+from gpusync.route import Route
 
 CONFIG_NAME = "config.json"
 

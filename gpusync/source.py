@@ -358,16 +358,12 @@ def _check_delta(index: DeltaIndex, shards: Mapping[str, Shard]) -> dict[str, Di
                 expected=digests[name],
                 got=digest,
             )
-    if index.algorithm == "adler32" and digests:
-        log.warning(
-            "weak_digest version=%s algorithm=adler32 advice=publish_with_xxh3-128", index.version
-        )
     return digests
 
 
 def _still_there(shard: Shard) -> bool:
     try:
-        info = os.stat(shard.path)
+        info = fsio.stat_path(shard.path)
     except OSError:
         return False
     return (info.st_ino, info.st_size, info.st_mtime_ns) == (

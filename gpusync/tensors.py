@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from gpusync.errors import ChainError
 from gpusync.types import TensorEntry
 
-_DTYPE_NAMES = {
+DTYPE_NAMES = {
     "BOOL": "bool",
     "U8": "uint8",
     "I8": "int8",
@@ -38,7 +38,7 @@ _DTYPE_NAMES = {
 _PACKED = {"F4": ("float4_e2m1fn_x2", "uint8"), "F6_E2M3": ("uint8",), "F6_E3M2": ("uint8",)}
 """dtypes with less than a byte per element: arrays of them count packed bytes, so only the size is compared."""
 
-_BITS_OF = {"BF16": "uint16"} | {name: "uint8" for name in _DTYPE_NAMES if name.startswith("F8_")}
+_BITS_OF = {"BF16": "uint16"} | {name: "uint8" for name in DTYPE_NAMES if name.startswith("F8_")}
 """What numpy has for dtypes it does not know: unsigned words of the same width."""
 
 
@@ -66,11 +66,11 @@ def tensor_bytes(name: str, tensor: Any, entry: TensorEntry) -> tuple[NDArray[np
     if isinstance(tensor, np.ndarray):
         data, borrowed = _numpy_bytes(tensor)
         kind = tensor.dtype.name
-        kinds = {_DTYPE_NAMES.get(entry.dtype), _BITS_OF.get(entry.dtype)}
+        kinds = {DTYPE_NAMES.get(entry.dtype), _BITS_OF.get(entry.dtype)}
     elif torch is not None and isinstance(tensor, torch.Tensor):
         data, borrowed = _torch_bytes(torch, name, tensor)
         kind = str(tensor.dtype).removeprefix("torch.")
-        kinds = {_DTYPE_NAMES.get(entry.dtype)}
+        kinds = {DTYPE_NAMES.get(entry.dtype)}
     else:
         raise ChainError(
             "neither a torch tensor nor a numpy array", tensor=name, got=type(tensor).__name__

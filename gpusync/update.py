@@ -1,0 +1,181 @@
+"""A prepared update of a live model, from commit to finish."""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from dataclasses import replace
+from typing import Literal
+
+import torch
+
+from gpusync.chain import Chain
+from gpusync.errors import (
+    CheckpointError,
+    DeviceError,
+    GpuSyncError,
+    ModelPoisonedError,
+    PlacementError,
+)
+from gpusync.host import commit as commit_lists
+from gpusync.lists import LivePlan, Prepared
+from gpusync.live import LiveState
+from gpusync.placement import moved, place_by_name
+from gpusync.timing import StageClock
+from gpusync.types import UpdateReport
+from gpusync.writeback import WriteBack, submit
+
+log = logging.getLogger(__name__)
+
+WriteBackMode = Literal["sync", "background", "none"]
+
+
+class Update:
+    """One prepared update of one model.
+
+    Made by :func:`prepare`. It holds the lease on the model's weights until it is committed, discarded or collected:
+    whoever reloads, offloads or merges weights meanwhile discards it first.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        state: LiveState,
+        chain: Chain,
+        plan: LivePlan | None,
+        prepared: Prepared,
+        write_back: WriteBack | None,
+        report: UpdateReport,
+        clock: StageClock,
+        durable: bool,
+    ) -> None:
+        self._durable = durable
+        self._model = weakref.ref(model)
+        self._state = state
+        self._chain = chain
+        self._plan = plan
+        self._prepared = prepared
+        self._write_back = write_back
+        self._report = report
+        self._clock = clock
+        self._phase: Literal["prepared", "committed", "finished", "discarded", "poisoned"] = (
+            "prepared"
+        )
+
+    def commit(self) -> None:
+        """Make the new weights live: check the live words, XOR the lists in.
+
+        Belongs in the engine's pause: no forward pass may run. Returns when the stores are done.
+
+        Raises
+        ------
+        PlacementError
+            The weights moved or changed since prepare; nothing was stored, and the update is discarded.
+        DeviceError
+            A store failed and every store was taken back; the update is discarded.
+        ModelPoisonedError
+            A store failed and could not be taken back.
+        """
+        self._expect("prepared", "commit")
+        start = time.monotonic()
+        try:
+            if self._plan is not None:
+                self._check_still_there(self._plan)
+                commit_lists(self._prepared.parts, self._chain.settings.workers)
+        except ModelPoisonedError:
+            self._phase = "poisoned"
+            self._state.poisoned = True
+            raise
+        except BaseException:
+            self.discard()
+            raise
+        if self._plan is not None:
+            self._state.identity = self._plan.identity_after
+        self._release()
+        self._phase = "committed"
+        self._report = replace(self._report, pause_seconds=time.monotonic() - start)
+        log.info(
+            "update_committed version=%d tensors=%d pause_seconds=%.4f",
+            self._state.identity.version,
+            self._report.tensors_changed,
+            self._report.pause_seconds,
+        )
+
+    def finish(self) -> UpdateReport:
+        """Let the local checkpoint follow, after the engine resumed, and return the report.
+
+        Raises
+        ------
+        CheckpointError
+            The folder could not follow: ``live_version`` is new, ``disk_version`` old and intact. The next update or
+            pull catches up.
+        """
+        self._expect("committed", "finish")
+        start = time.monotonic()
+        report = self._report
+        try:
+            if report.write_back == "sync" and self._write_back is not None:
+                pulled = self._write_back.finish()
+                report = replace(report, pull=pulled, disk_version=pulled.to_version)
+            elif report.write_back == "background" and self._chain.checkpoint is not None:
+                submit(self._chain, self._chain.checkpoint, durable=self._durable, progress=None)
+        except GpuSyncError as err:
+            raise self._behind(err) from err
+        self._phase = "finished"
+        self._report = replace(
+            report, finish_seconds=time.monotonic() - start, stages=self._clock.times()
+        )
+        return self._report
+
+    def discard(self) -> None:
+        """Forget the update before commit: nothing happened, on either side. Discarding again is fine."""
+        if self._phase not in ("prepared", "discarded"):
+            raise DeviceError(f"an update that is {self._phase} cannot be discarded")
+        self._phase = "discarded"
+        self._release()
+        if self._write_back is not None:
+            self._write_back.discard()
+
+    @property
+    def report(self) -> UpdateReport:
+        """The report so far."""
+        return self._report
+
+    def __enter__(self) -> Update:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._phase == "prepared":
+            self.discard()
+
+    def _check_still_there(self, plan: LivePlan) -> None:
+        model = self._model()
+        if model is None:
+            raise PlacementError("the model is gone")
+        now = place_by_name(model, dict.fromkeys(plan.placement.regions))
+        gone = moved(plan.placement, plan.placement.regions, now)
+        if gone:
+            raise PlacementError(
+                "a parameter moved since prepare; nothing was stored, prepare again", tensor=gone[0]
+            )
+
+    def _release(self) -> None:
+        self._prepared = Prepared()
+        self._state.active = None
+
+    def _expect(self, phase: str, verb: str) -> None:
+        if self._phase != phase:
+            raise DeviceError(f"cannot {verb} an update that is {self._phase}")
+
+    def _behind(self, err: GpuSyncError) -> GpuSyncError:
+        """The error for a folder that did not follow, with where both sides stand."""
+        live, disk = self._state.identity.version, self._report.disk_version
+        if isinstance(err, CheckpointError):
+            err.live_version, err.disk_version = live, disk
+            return err
+        return CheckpointError(
+            f"live weights are at version {live}, the local checkpoint could not follow: {err}",
+            live_version=live,
+            disk_version=disk,
+        )
