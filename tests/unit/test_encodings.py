@@ -302,6 +302,24 @@ def test_sparse_payload_cut_anywhere_is_refused(
             open_(encoding, write(payload[:nbytes]), 241)
 
 
+@pytest.mark.parametrize("encoding", ["overwrite", "xor_sparse"])
+def test_sparse_payload_with_bytes_after_it_that_only_the_decoder_sees_is_refused(
+    encoding: Encoding,
+) -> None:
+    payload = sparse(encoding, list(range(1000)), bytes(1000))
+    blob = compress(payload + bytes(500), write_content_size=False)
+    with pytest.raises(FrameFormatError, match="longer than expected"):
+        open_(encoding, blob, len(OLD))
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_wrong_frame_checksum_is_refused(encoding: Encoding) -> None:
+    old, new = step_of(4096)
+    blob = compress(payload_of(encoding, old, new), write_checksum=True)
+    with pytest.raises(FrameFormatError, match="libzstd refuses"):
+        run(encoding, blob[:-1] + bytes([blob[-1] ^ 1]), old)
+
+
 def test_xor_sparse_positions_must_increase() -> None:
     refused("xor_sparse", sparse("xor_sparse", [9, 5], b"xy"), len(OLD), "increase strictly")
     refused("xor_sparse", sparse("xor_sparse", [1 << 63], b"x"), len(OLD), "outside of the tensor")

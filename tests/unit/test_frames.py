@@ -31,6 +31,7 @@ from gpusync.types import Frame
 from tests.unit.strategies import (
     COMPRESSED,
     MAGIC,
+    RAW,
     RESERVED,
     RLE,
     SIZES,
@@ -370,6 +371,13 @@ def test_content_longer_or_shorter_than_the_tensor_is_refused(writer: str, delta
     refused(blob, 1000 + delta, None)
 
 
+@pytest.mark.parametrize("nbytes", [0, 1, 999, 1001, 1 << 20])
+def test_walk_alone_refuses_frames_of_another_total(nbytes: int) -> None:
+    for blob in (GOOD, compress(content_of(400)) + compress(content_of(600))):
+        with pytest.raises(FrameFormatError, match=r"expected size|more than is left"):
+            walk_frames(blob, content_nbytes=nbytes, where=WHERE)
+
+
 def test_content_longer_is_refused_where_only_the_decoder_can_tell() -> None:
     blob = compress(b"\1" * 1064, write_content_size=False)
     walk_frames(blob, content_nbytes=1000, where=WHERE)
@@ -381,6 +389,14 @@ def test_content_cap_bounds_what_is_not_known_exactly() -> None:
     walker = FrameWalker(content_nbytes=None, content_cap=999, where=WHERE)
     with pytest.raises(FrameFormatError, match="more than is left"):
         walker.feed(compress(content_of(1000)))
+
+
+def test_content_over_what_is_told_late_is_refused_at_once() -> None:
+    for blob in (GOOD, seekable(content_of(1000), 300), frame([block(content_of(1000))])):
+        reader = BlobReader(reads(blob), nbytes=len(blob), content_nbytes=None, where=WHERE)
+        reader.readinto(memoryview(bytearray(4)))
+        with pytest.raises(FrameFormatError, match="hold more than"):
+            reader.expect(999)
 
 
 def test_expected_content_can_be_told_late() -> None:
@@ -442,6 +458,23 @@ def test_bomb_in_compressed_blocks_is_decoded_no_further_than_the_tensor() -> No
     assert time.process_time() - begin < 1
     assert tracemalloc.get_traced_memory()[1] < 2 * MIB
     tracemalloc.stop()
+
+
+def test_one_empty_block_ends_a_stream_and_a_second_is_refused() -> None:
+    good = frame([block(b"abc", last=False), block()])
+    assert decode(good, 3) == oracle_decode(good) == b"abc"
+    for kind, data in ((RAW, b""), (RLE, b"x")):
+        empty = block(data, kind=kind, nbytes=0, last=False)
+        blob = frame([empty, block(b"abc", last=False), block()])
+        walk_refused(blob, 3, "more than one empty block")
+
+
+def test_frames_without_content_are_refused_beyond_one_per_frame_with_content() -> None:
+    data = compress(content_of(1000))
+    assert decode(skippable(b"x") * 64 + data, 1000) == content_of(1000)
+    for idle in (skippable(b"x"), skippable(), compress(b""), frame([block()])):
+        walk_refused(idle * 66 + data, 1000, "too many frames without content")
+        walk_refused(data + idle * 66, 1000, "too many frames without content")
 
 
 BOMBS = {

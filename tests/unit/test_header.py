@@ -185,6 +185,7 @@ BAD_TEXTS = {
     "duplicate in metadata": b'{"__metadata__": {"x": "1", "x": "2"}, ' + TEXT[1:],
     "NaN offset": TEXT.replace(b"[0, 4]", b"[NaN, 4]"),
     "Infinity offset": TEXT.replace(b"[0, 4]", b"[0, Infinity]"),
+    "negative zero offset": TEXT.replace(b"[0, 4]", b"[-0, 4]"),
     "deep nesting": b'{"a": ' + b"[" * 50_000 + b"]" * 50_000 + b"}",
     "text after the object": TEXT + b"x",
     "zeros after the object": TEXT + b"\0",
