@@ -230,6 +230,13 @@ def test_a_link_that_leaves_the_source_is_refused(two: wire.Stream, what: str) -
         pull(two, 2)
 
 
+def test_a_version_that_is_a_file_is_refused(two: wire.Stream) -> None:
+    shutil.rmtree(two.folder(2))
+    two.folder(2).write_bytes(b"not a folder")
+    with refused(two, GpuSyncError, text="weight_v000002"):
+        pull(two, 2)
+
+
 @pytest.mark.parametrize("what", ["shard", "index"])
 def test_a_fifo_is_refused_without_blocking(two: wire.Stream, what: str) -> None:
     path = second_shard(two, 2) if what == "shard" else two.folder(2) / wire.INDEX

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import gpusync
+from gpusync import fsio
 from gpusync.errors import (
     CheckpointError,
     CheckpointIOError,
@@ -111,8 +112,6 @@ def test_a_missing_base_is_named(stream: wire.Stream) -> None:
 def test_a_read_that_ends_early_while_the_base_is_copied_is_not_a_checkpoint(
     stream: wire.Stream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from gpusync import fsio
-
     real = fsio.pread_into
     _, start = wire.raw_header(stream.base / wire.FIRST)
 
@@ -211,6 +210,34 @@ def test_a_read_only_source_and_base_are_enough(stream: wire.Stream) -> None:
             folder.chmod(0o755)
     after = wire.tree_sha256(stream.root)
     assert {name: after[name] for name in before} == before
+
+
+def test_a_base_of_links_into_a_blob_store_is_read(stream: wire.Stream) -> None:
+    """The layout of a Hugging Face cache: every file of the snapshot is a link."""
+    blobs = stream.root / "blobs"
+    blobs.mkdir()
+    for number, path in enumerate(sorted(stream.base.iterdir())):
+        path.rename(blobs / f"{number:040x}")
+        path.symlink_to(f"../blobs/{number:040x}")
+    before = wire.tree_sha256(blobs)
+    stream.delta()
+    pull(stream, 1)
+    check_at(stream, 1)
+    pull(stream, 0)
+    check_at(stream, 0)
+    assert not [path for path in stream.local.iterdir() if path.is_symlink()]
+    assert wire.tree_sha256(blobs) == before
+
+
+def test_a_local_folder_behind_a_link_is_written_where_the_link_points(stream: wire.Stream) -> None:
+    real = stream.root / "disk"
+    real.mkdir()
+    stream.local.symlink_to(real)
+    stream.delta()
+    pull(stream, 0)
+    pull(stream, 1)
+    check_at(stream, 1, real)
+    assert stream.local.is_symlink()
 
 
 # ---- mapped readers ----------------------------------------------------------------------------------------
@@ -416,6 +443,79 @@ def test_a_failed_pull_leaves_no_staged_copy_on_a_full_disk(
         with refused(stream, CheckpointIOError):
             pull(stream, 2)
     assert used() == before
+
+
+@pytest.mark.parametrize("where", ["header", "data"])
+@pytest.mark.parametrize("side", ["local", "base"])
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES])
+def test_a_checkpoint_that_cannot_be_read_is_an_error_and_no_rot(
+    stream: wire.Stream, monkeypatch: pytest.MonkeyPatch, side: str, where: str, number: int
+) -> None:
+    """A reseed of the whole folder is not the answer to a disk, or a permission, that an operator can mend."""
+    stream.delta()
+    pull(stream, 1)
+    stream.delta()
+    folder = stream.local if side == "local" else stream.base
+    _, start = wire.raw_header(folder / wire.FIRST)
+
+    def fail(call: Call) -> None:
+        ours = call.operation == "pread_into" and call.path == folder / wire.FIRST
+        if ours and (where == "header") == (call.offset < start):
+            raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        Trace(patch, fail)
+        with refused(stream, CheckpointIOError if side == "local" else GpuSyncError):
+            pull(stream, 2 if side == "local" else 0)
+    pull(stream, 2)
+    check_at(stream, 2)
+
+
+@pytest.mark.parametrize("swap", ["staged", "rolling"])
+def test_an_error_at_any_operation_leaves_a_folder_that_the_next_pull_brings_on(
+    stream: wire.Stream, monkeypatch: pytest.MonkeyPatch, swap: str
+) -> None:
+    """ENOSPC at the n-th write operation, for every n until a pull meets none."""
+    monkeypatch.setenv("GPUSYNC_SWAP", swap)
+    monkeypatch.setenv("GPUSYNC_THREADS", "1")
+    stream.delta()
+    pull(stream, 1)
+    stream.delta(("a.weight", "c.weight"))
+    saved = stream.root / "saved"
+    shutil.copytree(stream.local, saved)
+    for failing in range(500):
+        shutil.rmtree(stream.local)
+        shutil.copytree(saved, stream.local)
+        seen = 0
+
+        def fail(call: Call, failing: int = failing) -> None:
+            nonlocal seen
+            if call.operation not in fsio.WRITE_OPERATIONS:
+                return
+            seen += 1
+            if seen == failing + 1:
+                raise OSError(errno.ENOSPC, "no space left")
+
+        with monkeypatch.context() as patch:
+            Trace(patch, fail)
+            try:
+                pull(stream, 2)
+            except CheckpointError as err:
+                assert isinstance(err, CheckpointIOError), err
+        if seen <= failing:
+            break
+        have = wire.read_tensors(stream.local)
+        for name, data in have.items():
+            assert data in (stream.states[1][name], stream.states[2][name]), (failing, name)
+        if (stream.local / wire.MARKER).exists():
+            assert have == stream.states[wire.marker_version(stream.local) or 0], failing
+        else:
+            mixed = have not in (stream.states[1], stream.states[2])
+            assert not mixed or not (stream.local / "config.json").exists(), failing
+        pull(stream, 2)
+        check_at(stream, 2)
+        assert (stream.local / "config.json").exists()
+    assert 15 <= failing < 499
 
 
 def test_a_folder_that_cannot_be_made_is_named(stream: wire.Stream) -> None:

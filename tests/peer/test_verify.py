@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 import gpusync
+from gpusync import fsio
 from gpusync.errors import (
     ChainError,
+    CheckpointError,
     DigestMismatchError,
     FormatError,
     FrameFormatError,
@@ -631,3 +633,53 @@ def test_a_pull_that_is_not_durable_fsyncs_no_shard_and_a_later_durable_one_does
     assert {wire.FIRST, wire.SECOND} <= {Path(name).name for name in synced} or len(
         [name for name in synced if name.endswith(".safetensors")]
     ) >= 2, "what the pull before left unsynced was not made durable"
+
+
+def test_bytes_that_were_never_fsynced_are_hashed_again_after_a_reboot(
+    one: wire.Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power cut may have lost what the page cache held: here a tensor that the next delta leaves alone."""
+    one.delta(("a.weight", "c.weight"))
+    pull(one, 2, durable=False)
+    wire.flip_tensor_byte(one.local, "c.weight")
+    one.delta(("a.weight",))
+    real = fsio.read_file
+
+    def rebooted(path: Path, max_bytes: int) -> bytes:
+        data = real(path, max_bytes)
+        return b"another-boot\n" if path.name == "boot_id" else data
+
+    monkeypatch.setattr(fsio, "read_file", rebooted)
+    report = pull(one, 3)
+    check_at(one, 3)
+    assert report.tensors_healed == ("c.weight",)
+
+
+def test_a_folder_of_another_receiver_is_verified_against_what_is_published(
+    stream: wire.Stream,
+) -> None:
+    stream.delta()
+    stream.foreign_local(1)
+    report = gpusync.verify(stream.local, source_dir=stream.source, base_dir=stream.base)
+    assert (report.ok, report.evidence, report.unproven) == (True, "published", 0)
+    for name in ("a.weight", "c.weight"):
+        wire.flip_tensor_byte(stream.local, name)
+    report = gpusync.verify(stream.local, source_dir=stream.source, base_dir=stream.base)
+    assert {bad.tensor for bad in report.bad} == {"a.weight", "c.weight"}
+    fixed = gpusync.verify(
+        stream.local, repair=True, source_dir=stream.source, base_dir=stream.base
+    )
+    assert set(fixed.repaired) == {"a.weight", "c.weight"}
+    check_at(stream, 1)
+
+
+def test_a_repair_without_a_source_says_so_and_changes_nothing(one: wire.Stream) -> None:
+    wire.flip_tensor_byte(one.local, "c.weight")
+    with refused(one, GpuSyncError, text="source"):
+        gpusync.verify(one.local, repair=True)
+
+
+def test_verify_of_a_folder_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError):
+        gpusync.verify(tmp_path / "nowhere")
+    assert not (tmp_path / "nowhere").exists()

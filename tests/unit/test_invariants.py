@@ -80,11 +80,13 @@ def test_i1_a_model_that_changed_since_prepare_is_noticed_before_the_first_store
     assert live.bytes_of(model) == held
 
 
-# Kills a forked child at each write operation of a pull in turn, and heals a copy of what it left each time.
+# Kills a forked child at each write operation of a pull in turn, heals what it left from the local disk alone if the swap
+# had begun, and once more with the publisher there.
 KILL_EVERYWHERE = """
 import json, os, pathlib, shutil, sys
 import gpusync
 from gpusync import fsio
+from gpusync.errors import SourceNotReadyError
 from tests import wire
 
 root, base, source, target = pathlib.Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
@@ -128,6 +130,14 @@ while True:
     elif have != states[0] and have != states[1]:
         assert not (local / "config.json").exists(), f"killed at {kills}: a mixed folder can be loaded"
     ends["none" if marker is None else "new" if marker == target else "old"] += 1
+    try:
+        gpusync.pull(local, base, root / "pruned", target)
+        assert marker != 1, f"killed at {kills}: nothing published, and yet not at the old version"
+        assert wire.read_tensors(local) == states[1], f"killed at {kills}: not resumed from the disk"
+    except SourceNotReadyError:
+        assert marker == 1, f"killed at {kills}: the swap had begun and needs the publisher"
+        assert wire.read_tensors(local) == states[0] and wire.marker_version(local) == 1
+        assert (local / "config.json").exists(), f"killed at {kills}: config.json is gone"
     report = gpusync.pull(local, base, source, target)
     assert wire.read_tensors(local) == states[1], f"killed at operation {kills}: not healed"
     assert wire.marker_version(local) == target and (local / "config.json").exists()
