@@ -230,6 +230,37 @@ def test_a_link_that_leaves_the_source_is_refused(two: wire.Stream, what: str) -
         pull(two, 2)
 
 
+@pytest.mark.parametrize("name", ["config.json", "extra.json"])
+def test_a_side_file_that_is_a_link_out_of_the_source_is_refused(
+    two: wire.Stream, name: str
+) -> None:
+    """Otherwise a publisher could have any file of this host copied into the folder that it serves from."""
+    two.full()
+    outside = two.root / "outside"
+    outside.write_text('{"secret": 4714}')
+    (two.folder(3) / name).unlink(missing_ok=True)
+    (two.folder(3) / name).symlink_to(outside)
+    with refused(two, FormatError, text=name):
+        pull(two, 3)
+
+
+def test_a_side_file_that_is_a_link_inside_the_source_is_copied(two: wire.Stream) -> None:
+    two.full()
+    (two.source / "shared.json").write_text('{"shared": 1}')
+    (two.folder(3) / "extra.json").symlink_to("../shared.json")
+    pull(two, 3)
+    check_at(two, 3)
+    assert (two.local / "extra.json").read_text() == '{"shared": 1}'
+    assert not (two.local / "extra.json").is_symlink()
+
+
+def test_a_full_version_without_a_single_tensor_is_refused(two: wire.Stream) -> None:
+    two.full()
+    (two.folder(3) / "model.safetensors").write_bytes(wire.pack([], {"format": "pt"}))
+    with refused(two, FormatError):
+        pull(two, 3)
+
+
 def test_a_version_that_is_a_file_is_refused(two: wire.Stream) -> None:
     shutil.rmtree(two.folder(2))
     two.folder(2).write_bytes(b"not a folder")

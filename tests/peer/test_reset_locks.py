@@ -58,6 +58,58 @@ def test_files_that_the_new_full_version_does_not_have_are_pruned(stream: wire.S
     assert header["__metadata__"] == {"format": "pt"}
 
 
+def test_a_side_file_with_the_name_of_our_folder_neither_replaces_nor_wedges_it(
+    stream: wire.Stream,
+) -> None:
+    stream.delta()
+    pull(stream, 1)
+    stream.full()
+    (stream.folder(2) / ".weight_sync").write_text("a file, not a folder")
+    before = wire.snapshot(stream.local)
+    try:
+        pull(stream, 2)
+    except GpuSyncError:
+        assert wire.snapshot(stream.local) == before
+        (stream.folder(2) / ".weight_sync").unlink()
+        pull(stream, 2)
+    check_at(stream, 2)
+    assert gpusync.verify(stream.local).ok
+
+
+@pytest.mark.parametrize("name", ["extra.json", wire.FIRST, "model.safetensors"])
+def test_a_folder_in_the_way_of_a_new_file_is_met_before_the_marker_goes(
+    stream: wire.Stream, name: str
+) -> None:
+    stream.delta()
+    pull(stream, 1)
+    stream.full(single=name == "model.safetensors")
+    (stream.folder(2) / "extra.json").write_text("{}")
+    if (stream.local / name).exists():
+        shutil.rmtree(stream.local)
+        pull(stream, 0)
+        (stream.local / name).unlink()
+    (stream.local / name).mkdir()
+    (stream.local / name / "something").write_text("of the operator's")
+    with refused(stream, CheckpointError, text=name):
+        pull(stream, 2)
+    shutil.rmtree(stream.local / name)
+    pull(stream, 2)
+    check_at(stream, 2)
+
+
+@pytest.mark.parametrize("name", ["digests.json", "journal.json", "state.json", "lock", "reserve"])
+def test_a_side_file_with_the_name_of_one_of_our_own_is_only_a_side_file(
+    stream: wire.Stream, name: str
+) -> None:
+    (stream.base / name).write_text('{"mine": 4715}')
+    stream.delta()
+    pull(stream, 1)
+    check_at(stream, 1)
+    assert (stream.local / name).read_text() == '{"mine": 4715}'
+    report = gpusync.verify(stream.local)
+    assert (report.ok, report.evidence) == (True, "table")
+
+
 def test_progress_of_a_seed_grows_to_its_total(stream: wire.Stream) -> None:
     stream.delta()
     events: list[gpusync.Progress] = []
@@ -512,7 +564,7 @@ def test_an_error_at_any_operation_leaves_a_folder_that_the_next_pull_brings_on(
         else:
             mixed = have not in (stream.states[1], stream.states[2])
             assert not mixed or not (stream.local / "config.json").exists(), failing
-        pull(stream, 2)
+        pull(stream, 2, durable=False)
         check_at(stream, 2)
         assert (stream.local / "config.json").exists()
     assert 15 <= failing < 499

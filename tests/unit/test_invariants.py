@@ -89,6 +89,7 @@ from gpusync import fsio
 from gpusync.errors import SourceNotReadyError
 from tests import wire
 
+fsio.fsync = fsio.fsync_dir = lambda _: None  # a kill loses nothing that was written
 root, base, source, target = pathlib.Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
 states = [wire.read_tensors(root / name) for name in ("old", "new")]
 gpusync.pull
