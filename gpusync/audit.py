@@ -18,7 +18,8 @@ from gpusync.fold import Fold, NullSink, run_parallel
 from gpusync.layout import Layout
 from gpusync.materialize import NOTHING_TO_FOLD, TensorPlan, mismatch, plan_tensor
 from gpusync.route import Route
-from gpusync.types import Algorithm, BadTensor, Digest
+from gpusync.timing import Meter
+from gpusync.types import Algorithm, BadTensor, Digest, ProgressCallback
 
 
 class Evidence(Protocol):
@@ -92,7 +93,13 @@ class Audit:
         return frozenset(item.tensor for item in self.bad)
 
 
-def audit(layout: Layout, files: OpenFiles, fold: Fold, evidence: Evidence | None) -> Audit:
+def audit(
+    layout: Layout,
+    files: OpenFiles,
+    fold: Fold,
+    evidence: Evidence | None,
+    progress: ProgressCallback | None,
+) -> Audit:
     """Digest every tensor of a local checkpoint and hold it against the evidence.
 
     Raises
@@ -101,6 +108,7 @@ def audit(layout: Layout, files: OpenFiles, fold: Fold, evidence: Evidence | Non
         The local disk failed.
     """
     found = Audit()
+    meter = Meter("verify", layout.nbytes, progress)
 
     def one(name: str) -> tuple[str, Digest | None, dict[Algorithm, Digest]]:
         plan = plan_tensor(name, layout, NOTHING_TO_FOLD, files, known={}, from_local=True)
@@ -108,7 +116,11 @@ def audit(layout: Layout, files: OpenFiles, fold: Fold, evidence: Evidence | Non
         algorithms: set[Algorithm] = {"xxh3-128"}
         if expected is not None:
             algorithms.add(expected.algorithm)
-        return name, expected, fold.run(plan.nbytes, plan.origin, (), NullSink(), algorithms)
+        return (
+            name,
+            expected,
+            fold.run(plan.nbytes, plan.origin, (), NullSink(), algorithms, meter.add),
+        )
 
     names = sorted(layout.file_of, key=lambda name: layout.entry(name).nbytes, reverse=True)
     for name, expected, digests in run_parallel(one, names, fold.workers):

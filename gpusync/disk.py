@@ -80,7 +80,7 @@ def pull(
     folder = Path(os.path.abspath(local_checkpoint_dir))
     resolve_base(folder, base_dir, read_marker(folder).marker, target_version)
     clock = StageClock()
-    lock = FolderLock(folder, lock_timeout_seconds)
+    lock = FolderLock(folder, lock_timeout_seconds, progress)
     with lock:
         opened = open_folder(folder, settings, progress)
         base = resolve_base(folder, base_dir, opened.state.found.marker, target_version)
@@ -268,7 +268,7 @@ class FolderUpdate:
                 f"version {state.marker.version} was taken over as it stands: "
                 "its versions are gone, nothing proves its bytes"
             )
-        found = audit(state.layout, self._chain.source.files, fold, evidence)
+        found = audit(state.layout, self._chain.source.files, fold, evidence, self._progress)
         if found.bad:
             self._notes.append(f"{len(found.bad)} damaged tensor(s) are rebuilt from the seed")
         return found

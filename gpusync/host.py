@@ -82,17 +82,52 @@ class ChangePart:
             hasher.update(array.data)
         return hasher.intdigest()
 
-    def is_unapplied(self) -> bool:
-        """True where the words under the list are what they were at prepare."""
-        return self.digest(self.live[self.index]) == self.seen
+    def gather(self) -> NDArray[np.unsignedinteger] | None:
+        """Return the live words under the list, None where they are not what they were at prepare."""
+        words: NDArray[np.unsignedinteger] = self.live[self._places()]
+        return words if self.digest(words) == self.seen else None
 
-    def apply(self) -> None:
-        """XOR the list into live memory. Applying it again undoes it."""
-        self.live[self.index] ^= self.value
+    def store(self, words: NDArray[np.unsignedinteger]) -> None:
+        """Store the gathered words with the list applied."""
+        self.live[self._places()] = words ^ self.value
 
-    def is_applied(self) -> bool:
-        """True where the words are what they were at prepare with the list applied."""
-        return self.digest(self.live[self.index] ^ self.value) == self.seen
+    def take_back(self) -> None:
+        """Undo a store, if there was one.
+
+        Raises
+        ------
+        ModelPoisonedError
+            The words are neither those of before nor those of after.
+        """
+        words = self.live[self._places()]
+        if self.digest(words) == self.seen:
+            return
+        before = words ^ self.value
+        if self.digest(before) != self.seen:
+            raise ModelPoisonedError("a change list was stored in part")
+        self.live[self._places()] = before
+
+    def _places(self) -> NDArray[np.intp]:
+        """The index in the type that numpy gathers with; converting inside the gather costs twice as much."""
+        return self.index.astype(np.intp)
+
+
+class _Buffers(threading.local):
+    """This thread's scratch for comparing one piece; fresh large arrays cost a page fault per 4 KiB."""
+
+    def __init__(self) -> None:
+        self.diff = np.empty(0, np.uint64)
+        self.changed = np.empty(0, np.bool_)
+
+
+_scratch = _Buffers()
+
+
+def _buffers(nbytes: int) -> _Buffers:
+    if _scratch.diff.nbytes < nbytes:
+        _scratch.diff = np.empty((nbytes + 7) // 8, np.uint64)
+        _scratch.changed = np.empty((nbytes + 7) // 8, np.bool_)
+    return _scratch
 
 
 class ChangeSink:
@@ -112,7 +147,9 @@ class ChangeSink:
         live = self._live[offset : offset + piece.size]
         body = piece.size & ~7
         if body:
-            self._collect(piece[:body].view(np.uint64) ^ live[:body].view(np.uint64), offset)
+            diff = _buffers(piece.size).diff[: body // 8]
+            np.bitwise_xor(piece[:body].view(np.uint64), live[:body].view(np.uint64), out=diff)
+            self._collect(diff, offset)
         rest = piece.size - body
         if rest:
             padded = np.zeros(8, np.uint8)
@@ -139,11 +176,12 @@ class ChangeSink:
 
     def _collect(self, diff: NDArray[np.uint64], offset: int) -> None:
         """Add the nonzero 2-byte words of ``diff``; first 8 at a time, which skips what did not change."""
-        wide = np.flatnonzero(diff)
+        changed = _buffers(diff.nbytes).changed[: diff.size]
+        wide = np.flatnonzero(np.not_equal(diff, 0, out=changed))  # a scan of bools is the fast one
         if not wide.size:
             return
         words = diff[wide].view(np.uint16)
-        nonzero = np.flatnonzero(words)
+        nonzero = np.flatnonzero(words != 0)
         value = words[nonzero]
         index = ((wide[nonzero >> 2] << 2) + (nonzero & 3) + offset // _WORD).astype(
             self._index_type
@@ -167,27 +205,31 @@ def commit(parts: Sequence[ChangePart], workers: int) -> None:
     ModelPoisonedError
         A store failed and could not be taken back.
     """
-    for ok in run_parallel(ChangePart.is_unapplied, parts, workers):
-        if not ok:
-            raise PlacementError(
-                "live weights changed since prepare; nothing was stored, prepare again"
-            )
+    gathered = dict(run_parallel(_gather, list(enumerate(parts)), workers))
     try:
-        for _ in run_parallel(ChangePart.apply, parts, workers):
+        for _ in run_parallel(
+            lambda item: item[1].store(gathered[item[0]]), list(enumerate(parts)), workers
+        ):
             pass
     except BaseException as err:
         _take_back(parts, err)
         raise DeviceError("committing failed and was taken back; prepare again") from err
 
 
+def _gather(item: tuple[int, ChangePart]) -> tuple[int, NDArray[np.unsignedinteger]]:
+    number, part = item
+    words = part.gather()
+    if words is None:
+        raise PlacementError(
+            "live weights changed since prepare; nothing was stored, prepare again"
+        )
+    return number, words
+
+
 def _take_back(parts: Sequence[ChangePart], cause: BaseException) -> None:
     try:
         for part in parts:
-            if part.is_unapplied():
-                continue
-            if not part.is_applied():
-                raise ModelPoisonedError("a list is half applied")
-            part.apply()
+            part.take_back()
     except BaseException as err:
         raise ModelPoisonedError(
             f"committing failed ({cause!r}) and could not be taken back: replace the process"

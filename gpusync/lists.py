@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -14,7 +13,8 @@ from gpusync.marker import Marker
 from gpusync.materialize import TensorPlan, mismatch, plan_tensor
 from gpusync.placement import Placement, refused
 from gpusync.route import Route, check_targets
-from gpusync.types import Algorithm, Digest, Progress, ProgressCallback
+from gpusync.timing import Meter
+from gpusync.types import Algorithm, Digest, ProgressCallback
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def prepare_lists(
         The lists exceed their cap.
     """
     shared = _shared_regions(plan.placement)
-    meter = _Meter(plan.nbytes, progress)
+    meter = Meter("decode", plan.nbytes, progress)
 
     def one(tensor: TensorPlan) -> tuple[TensorPlan, Digest | None, list[ChangePart]]:
         region = plan.placement.regions[tensor.name]
@@ -186,20 +186,3 @@ def _check_shared(shared: Mapping[int, tuple[str, ...]], ours: Mapping[str, Dige
                 expected=f"the same change for {', '.join(names)}",
                 got=f"changes for {', '.join(changed)}",
             )
-
-
-class _Meter:
-    """Reports decoded bytes from worker threads, one call at a time."""
-
-    def __init__(self, total_bytes: int, progress: ProgressCallback | None) -> None:
-        self._total_bytes = total_bytes
-        self._progress = progress
-        self._lock = threading.Lock()
-        self._done_bytes = 0
-
-    def add(self, nbytes: int) -> None:
-        if self._progress is None:
-            return
-        with self._lock:
-            self._done_bytes += nbytes
-            self._progress(Progress("decode", self._done_bytes, self._total_bytes))

@@ -15,6 +15,7 @@ from gpusync import fsio
 from gpusync.errors import CheckpointIOError, LockTimeoutError
 from gpusync.hook import HookCall
 from gpusync.marker import STATE_DIR
+from gpusync.types import Progress, ProgressCallback
 
 _POLL_SECONDS = 0.05
 
@@ -28,9 +29,17 @@ class FolderLock:
         The local checkpoint; its ``.weight_sync`` is made if it is not there.
     timeout_seconds
         How long to wait for another holder.
+    progress
+        Called while waiting; an exception from it ends the wait.
     """
 
-    def __init__(self, folder: Path, timeout_seconds: float) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        timeout_seconds: float,
+        progress: ProgressCallback | None = None,
+    ) -> None:
+        self._progress = progress
         self._path = folder / STATE_DIR / "lock"
         self._timeout_seconds = timeout_seconds
         self._fd = -1
@@ -54,6 +63,8 @@ class FolderLock:
             while not self._try():
                 if time.monotonic() - start >= self._timeout_seconds:
                     self._raise_timeout()
+                if self._progress is not None:
+                    self._progress(Progress("lock", message="waiting for another process"))
                 time.sleep(_POLL_SECONDS)
             fsio.truncate(self._fd, 0)
             fsio.pwrite(self._fd, memoryview(f"{os.getpid()}\n".encode()), 0)

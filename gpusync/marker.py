@@ -131,10 +131,16 @@ def write_marker(folder: Path, marker: Marker) -> None:
 
 def current_boot_id() -> str:
     """Return the kernel's id of this boot, or "" where there is none."""
+    buffer = bytearray(64)  # files of /proc have no size to go by
     try:
-        return fsio.read_file(Path("/proc/sys/kernel/random/boot_id"), 4096).decode().strip()
+        fd = fsio.open_regular(Path("/proc/sys/kernel/random/boot_id"))
     except OSError:
         return ""
+    try:
+        got = fsio.pread_into(fd, memoryview(buffer), 0)
+    finally:
+        fsio.close(fd)
+    return buffer[:got].decode("ascii", "replace").strip()
 
 
 def _from_json(document: Mapping[str, Any], version: int) -> Marker:

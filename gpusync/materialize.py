@@ -7,7 +7,6 @@ staging is written.
 from __future__ import annotations
 
 import stat
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +28,8 @@ from gpusync.fold import (
 )
 from gpusync.layout import Layout, Shard, unreadable
 from gpusync.route import Route
-from gpusync.types import Algorithm, Digest, Progress, ProgressCallback
+from gpusync.timing import Meter
+from gpusync.types import Algorithm, Digest, ProgressCallback
 
 NOTHING_TO_FOLD = Route("applied", 0, 0)
 """The route of a tensor that is only read."""
@@ -175,10 +175,7 @@ class Materializer:
         self._fold = fold
         self._heal = heal
         self._progress = progress
-        self._lock = threading.Lock()
-        self._done = 0
-        self._total = 0
-        self._stage = ""
+        self._meter = Meter("materialize", 0, None)
 
     def write(self, plans: Sequence[ShardPlan], staging: Path) -> Outcome:
         """Fill the reserved staged files and verify every tensor.
@@ -212,8 +209,8 @@ class Materializer:
         return outcome
 
     def _begin(self, stage: str, plans: Sequence[ShardPlan]) -> None:
-        self._stage, self._done = stage, 0
-        self._total = sum(tensor.nbytes for plan in plans for tensor in plan.tensors)
+        total = sum(tensor.nbytes for plan in plans for tensor in plan.tensors)
+        self._meter = Meter(stage, total, self._progress)
 
     def _run(
         self,
@@ -255,17 +252,10 @@ class Materializer:
         if plan.expected is not None:
             algorithms.add(plan.expected.algorithm)
         digests = self._fold.run(
-            plan.nbytes, plan.origin, plan.blobs, sink, algorithms, self._on_piece
+            plan.nbytes, plan.origin, plan.blobs, sink, algorithms, self._meter.add
         )
         got = digests[plan.expected.algorithm] if plan.expected is not None else None
         return digests[_TABLE_ALGORITHM], got if got != plan.expected else None
-
-    def _on_piece(self, nbytes: int) -> None:
-        if self._progress is None:
-            return
-        with self._lock:
-            self._done = min(self._total, self._done + nbytes)
-            self._progress(Progress(self._stage, self._done, self._total))
 
 
 def _file_sinks(fds: Mapping[str, int]) -> Callable[[TensorPlan], Sink]:

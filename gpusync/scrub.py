@@ -15,7 +15,7 @@ from gpusync.fold import Fold
 from gpusync.lock import FolderLock
 from gpusync.marker import read_marker
 from gpusync.timing import StageClock
-from gpusync.types import VerifyReport
+from gpusync.types import ProgressCallback, VerifyReport
 
 _LOCK_TIMEOUT_SECONDS = 600.0
 
@@ -26,6 +26,7 @@ def verify(
     repair: bool = False,
     source_dir: PathLike | None = None,
     base_dir: PathLike | None = None,
+    progress: ProgressCallback | None = None,
 ) -> VerifyReport:
     """Check every tensor of a local checkpoint.
 
@@ -37,6 +38,8 @@ def verify(
     source_dir, base_dir
         Where to find evidence for a folder without a digest table, and what to repair from. The base defaults to
         the one latched when the folder was seeded.
+    progress
+        Called with :class:`gpusync.Progress`; an exception from it stops the scrub at a safe point.
 
     Raises
     ------
@@ -50,8 +53,8 @@ def verify(
     if read_marker(folder).state == "absent" and not folder.is_dir():
         raise CheckpointError("there is no such folder", file=str(folder))
     clock = StageClock()
-    with FolderLock(folder, _LOCK_TIMEOUT_SECONDS):
-        opened = open_folder(folder, settings, None)
+    with FolderLock(folder, _LOCK_TIMEOUT_SECONDS, progress):
+        opened = open_folder(folder, settings, progress)
         marker = opened.state.marker
         if marker is None or opened.state.layout is None:
             raise CheckpointError(
@@ -69,7 +72,7 @@ def verify(
         ) as chain:
             fold = Fold(settings.piece_bytes, settings.workers)
             evidence = find_evidence(chain, opened.state, fold)
-            found = audit(opened.state.layout, chain.source.files, fold, evidence)
+            found = audit(opened.state.layout, chain.source.files, fold, evidence, progress)
             report = VerifyReport(
                 ok=not found.bad,
                 version=marker.version,
@@ -87,14 +90,19 @@ def verify(
                     "repair needs the published versions: give source_dir",
                     tensor=found.bad[0].tensor,
                 )
-            return _repair(chain, opened, found, report, clock)
+            return _repair(chain, opened, found, report, clock, progress)
 
 
 def _repair(
-    chain: Chain, opened: OpenedFolder, found: Audit, report: VerifyReport, clock: StageClock
+    chain: Chain,
+    opened: OpenedFolder,
+    found: Audit,
+    report: VerifyReport,
+    clock: StageClock,
+    progress: ProgressCallback | None,
 ) -> VerifyReport:
     """Rebuild the bad tensors at the same version and swap the files in."""
-    update = FolderUpdate(chain, opened, durable=True, progress=None, clock=clock)
+    update = FolderUpdate(chain, opened, durable=True, progress=progress, clock=clock)
     pulled = update.commit(update.stage(found))
     return replace(
         report,

@@ -1,12 +1,13 @@
-"""One context manager that fills the stage times of a report."""
+"""Stage times for reports, and progress from worker threads."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from gpusync.types import StageTimes
+from gpusync.types import Progress, ProgressCallback, StageTimes
 
 
 class StageClock:
@@ -35,3 +36,24 @@ class StageClock:
 
     def times(self) -> StageTimes:
         return StageTimes(dict(self._seconds), dict(self._bytes))
+
+
+class Meter:
+    """Counts bytes done in worker threads and reports them, one call at a time.
+
+    An exception from the callback reaches the thread that called ``add``, and so stops the work.
+    """
+
+    def __init__(self, stage: str, total_bytes: int, progress: ProgressCallback | None) -> None:
+        self._stage = stage
+        self._total_bytes = total_bytes
+        self._progress = progress
+        self._lock = threading.Lock()
+        self._done_bytes = 0
+
+    def add(self, nbytes: int) -> None:
+        if self._progress is None:
+            return
+        with self._lock:
+            self._done_bytes = min(self._total_bytes, self._done_bytes + nbytes)
+            self._progress(Progress(self._stage, self._done_bytes, self._total_bytes))

@@ -51,7 +51,7 @@ class WriteBack:
             As for :func:`gpusync.pull`.
         """
         clock = StageClock()
-        with FolderLock(self._folder, _LOCK_TIMEOUT_SECONDS):
+        with FolderLock(self._folder, _LOCK_TIMEOUT_SECONDS, self._report):
             opened = open_folder(self._folder, self._chain.settings, self._progress)
             update = FolderUpdate(
                 self._chain, opened, durable=self._durable, progress=self._report, clock=clock
