@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import json
 import os
 import platform
@@ -236,8 +237,8 @@ def run_rounds(
 ) -> Timings:
     """Run every case once per round, in alternating order, and time all rounds but the first.
 
-    Round 0 is run and checked but not timed. ``before`` (settle, warm) and ``check`` run outside the clock. A
-    case that returns parts is timed by their sum.
+    Round 0 is run and checked but not timed. ``before`` (settle, warm), ``check`` and a garbage
+    collection run outside the clock. A case that returns parts is timed by their sum.
     """
     seconds: dict[str, list[float]] = {}
     cpu_seconds: dict[str, list[float]] = {}
@@ -245,6 +246,7 @@ def run_rounds(
     for number in range(rounds + 1):
         for name in cases if number % 2 == 0 else reversed(list(cases)):
             before(name, number)
+            gc.collect()
             begin, cpu, machine = time.perf_counter(), time.process_time(), _machine_cpu_seconds()
             parts = cases[name](number)
             total, cpu = time.perf_counter() - begin, time.process_time() - cpu
