@@ -199,7 +199,11 @@ def verify(
     """Check every tensor of a local checkpoint against its digest; status 4 where bad ones are left."""
     from gpusync import views
 
-    report = gpusync.verify(local, repair=repair, source_dir=source, base_dir=base)
+    stop = StopFlag()
+    with console.stop_on_signals(stop), console.progress_shown(stop) as progress:
+        report = gpusync.verify(
+            local, repair=repair, source_dir=source, base_dir=base, progress=progress
+        )
     message = (
         f"{report.tensors} tensors checked, {len(report.bad)} bad, {len(report.repaired)} rebuilt"
     )
