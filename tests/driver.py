@@ -105,7 +105,6 @@ class Trace:
     ) -> None:
         self.calls: list[Call] = []
         self.before = before
-        self._path_of: dict[int, Path] = {}
         for name in fsio.OPERATIONS:
             monkeypatch.setattr(fsio, name, self._recorded(name, getattr(fsio, name)))
 
@@ -125,7 +124,8 @@ class Trace:
     def _recorded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(*arguments: Any, **options: Any) -> Any:
             first = arguments[0]
-            path = self._path_of.get(first, Path("?")) if isinstance(first, int) else Path(first)
+            fd = f"/proc/self/fd/{first}"
+            path = Path(os.readlink(fd) if isinstance(first, int) else first or "/nowhere")
             call = Call(name, path)
             if name == "rename":
                 call = Call(name, path, to=Path(arguments[1]))
@@ -134,10 +134,7 @@ class Trace:
             self.calls.append(call)
             if self.before is not None:
                 self.before(call)
-            result = function(*arguments, **options)
-            if name in ("create", "open_regular"):
-                self._path_of[result] = path
-            return result
+            return function(*arguments, **options)
 
         return wrapper
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import struct
 from pathlib import Path
@@ -643,13 +644,16 @@ def test_bytes_that_were_never_fsynced_are_hashed_again_after_a_reboot(
     pull(one, 2, durable=False)
     wire.flip_tensor_byte(one.local, "c.weight")
     one.delta(("a.weight",))
-    real = fsio.read_file
+    assert json.loads((one.local / wire.MARKER).read_text())["boot_id"]
+    real = fsio.pread_into
 
-    def rebooted(path: Path, max_bytes: int) -> bytes:
-        data = real(path, max_bytes)
-        return b"another-boot\n" if path.name == "boot_id" else data
+    def rebooted(fd: int, buffer: memoryview, offset: int) -> int:
+        got = real(fd, buffer, offset)
+        if os.readlink(f"/proc/self/fd/{fd}").endswith("/boot_id"):
+            buffer[:got] = buffer[:got].tobytes()[::-1]
+        return got
 
-    monkeypatch.setattr(fsio, "read_file", rebooted)
+    monkeypatch.setattr(fsio, "pread_into", rebooted)
     report = pull(one, 3)
     check_at(one, 3)
     assert report.tensors_healed == ("c.weight",)
