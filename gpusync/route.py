@@ -46,14 +46,21 @@ class Route:
 
     def notes(self) -> list[str]:
         """What a report should say of these versions."""
+        notes = [
+            f"version {found.version}: ignored {', '.join(found.strays[:3])}, which its index does not name"
+            for found in self.versions
+            if found.strays
+        ]
         weak = [
             str(delta.version)
             for delta in self.deltas
             if delta.index is not None and delta.digests and delta.index.algorithm == "adler32"
         ]
-        if not weak:
-            return []
-        return [f"adler32 is a weak digest, publish with xxh3-128: version(s) {', '.join(weak)}"]
+        if weak:
+            notes.append(
+                f"adler32 is a weak digest, publish with xxh3-128: version(s) {', '.join(weak)}"
+            )
+        return notes
 
 
 def check_order(route: Route) -> Route:

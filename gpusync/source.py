@@ -49,6 +49,7 @@ class SourceVersion:
     """One published version, validated down to every shard header.
 
     ``digests`` maps each changed tensor to its published digest; it is empty for a full version, which carries none.
+    ``strays`` are shard files that the index does not name: they are not part of the version.
     """
 
     version: int
@@ -60,6 +61,7 @@ class SourceVersion:
     digests: Mapping[str, Digest] = field(default_factory=dict)
     layout: Layout | None = None
     manifest: Manifest | None = None
+    strays: tuple[str, ...] = ()
 
     @property
     def wire_nbytes(self) -> int:
@@ -215,6 +217,10 @@ class Source:
         return self._open_delta(folder, index, raw)
 
     def _open_delta(self, folder: Path, index: DeltaIndex, raw: bytes) -> SourceVersion:
+        try:
+            names = fsio.list_dir(folder)
+        except OSError as err:
+            raise unreadable(err, folder, version=index.version) from err
         shards = {}
         missing = []
         for name in sorted(set(index.weight_map.values())):
@@ -242,6 +248,7 @@ class Source:
             fingerprint=fingerprint(raw, headers),
             digests=digests,
             manifest=self._read_manifest(folder, index.manifest_digest, index.version),
+            strays=tuple(name for name in names if _is_stray(name, shards)),
         )
 
     def _open_full(self, folder: Path, version: int | None, raw: bytes | None) -> SourceVersion:
@@ -359,6 +366,10 @@ def _check_delta(index: DeltaIndex, shards: Mapping[str, Shard]) -> dict[str, Di
                 got=digest,
             )
     return digests
+
+
+def _is_stray(name: str, shards: Mapping[str, Shard]) -> bool:
+    return ".safetensors" in name and name != INDEX_NAME and name not in shards
 
 
 def _still_there(shard: Shard) -> bool:
