@@ -337,3 +337,63 @@ def test_an_update_of_a_module_whose_folder_another_run_took_over_is_refused(
         update(two, model, 3)
     assert live.bytes_of(model) == held
     assert json.loads((two.local / wire.MARKER).read_text())["version"] == "000002"
+
+
+def test_a_fresh_folder_is_seeded_along_with_the_first_update(stream: wire.Stream) -> None:
+    stream.delta()
+    stream.delta()
+    model = model_at(stream, 0)
+    report = update(stream, model, 2)
+    assert (report.from_version, report.to_version, report.disk_version) == (0, 2, 2)
+    assert live.bytes_of(model) == stream.states[2]
+    check_at(stream, 2)
+
+
+def test_one_chain_serves_two_modules_and_the_folder(two: wire.Stream) -> None:
+    one, other = model_at(two, 1), model_at(two, 1)
+    for model in (one, other):
+        gpusync.attach(model, two.local)
+    chain = open_chain(two, 2)
+    for model in (one, other):
+        assert gpusync.apply_to_model(model, chain, device="cpu").to_version == 2
+        assert live.bytes_of(model) == two.states[2]
+    check_at(two, 2)
+
+
+def test_a_chain_opened_before_its_versions_were_pruned_still_applies_or_says_so(
+    two: wire.Stream,
+) -> None:
+    model = model_at(two, 1)
+    chain = open_chain(two, 2)
+    shutil.rmtree(two.folder(2))
+    before = wire.snapshot(two.local)
+    try:
+        gpusync.apply_to_model(model, chain, device="cpu")
+    except GpuSyncError:
+        assert live.bytes_of(model) == two.states[1]
+        assert wire.snapshot(two.local) == before
+    else:
+        assert live.bytes_of(model) == two.states[2]
+        check_at(two, 2)
+
+
+def test_a_version_replaced_after_its_chain_was_opened_is_never_mixed(two: wire.Stream) -> None:
+    model = model_at(two, 1)
+    chain = open_chain(two, 2)
+    right = two.states[2]
+    two.republish(2, ("a.weight", "c.weight"))
+    before = wire.snapshot(two.local)
+    try:
+        gpusync.apply_to_model(model, chain, device="cpu")
+    except GpuSyncError:
+        assert live.bytes_of(model) == two.states[1]
+        assert wire.snapshot(two.local) == before
+    else:
+        assert live.bytes_of(model) in (right, two.states[2])
+        assert wire.read_tensors(two.local) == live.bytes_of(model)
+    fresh = model_at(two, 1)
+    shutil.rmtree(two.local)
+    pull(two, 1)
+    update(two, fresh, 2)
+    assert live.bytes_of(fresh) == two.states[2]
+    check_at(two, 2)

@@ -687,3 +687,24 @@ def test_verify_of_a_folder_that_is_no_checkpoint_is_refused(tmp_path: Path) -> 
     with pytest.raises(CheckpointError):
         gpusync.verify(tmp_path / "nowhere")
     assert not (tmp_path / "nowhere").exists()
+
+
+@pytest.mark.parametrize("text", [None, "", "[]", '{"id": "x", "tensors": {}}', "wrong types"])
+def test_a_damaged_digest_table_is_made_anew_and_hides_no_rot(
+    one: wire.Stream, text: str | None
+) -> None:
+    table = one.local / ".weight_sync" / "digests.json"
+    if text is None:
+        table.unlink()
+    elif text == "wrong types":
+        document = json.loads(table.read_text())
+        table.write_text(json.dumps({**document, "tensors": {"a.weight": 5, "c.weight": None}}))
+    else:
+        table.write_text(text)
+    wire.flip_tensor_byte(one.local, "c.weight")
+    wire.flip_tensor_byte(one.local, "a.weight")
+    one.delta(("a.weight",))
+    report = pull(one, 2)
+    check_at(one, 2)
+    assert set(report.tensors_healed) == {"a.weight", "c.weight"}
+    assert gpusync.verify(one.local).evidence == "table"
