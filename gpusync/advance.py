@@ -7,6 +7,7 @@ after the marker is gone shards are built and renamed one by one.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -31,10 +32,10 @@ from gpusync.materialize import (
 )
 from gpusync.rolling import reserve_rolling, shard_builder, spool_versions
 from gpusync.route import Route, check_targets
-from gpusync.sidefiles import plan_side_files
+from gpusync.sidefiles import plan_side_files, refuse_folders_in_the_way, refuse_other_folder
 from gpusync.swap import Journal, Step, clear_staging, marker_token, reached, swap
 from gpusync.timing import StageClock
-from gpusync.types import ProgressCallback
+from gpusync.types import Progress, ProgressCallback
 
 Mode = Literal["staged", "rolling"]
 
@@ -90,8 +91,18 @@ def finish_rolling(
     fold: Fold,
     progress: ProgressCallback | None,
 ) -> None:
-    """Run a rolling swap's steps 7 to 15, first time or resumed."""
-    spool, build = shard_builder(paths, journal, settings, fold, progress)
+    """Run a rolling swap's steps 7 to 15, first time or resumed.
+
+    Progress is shown, and a callback that raises does not stop it: between the first and the last rename the folder
+    cannot be loaded, and the way out is forward.
+    """
+
+    def show(event: Progress) -> None:
+        with contextlib.suppress(Exception):
+            if progress is not None:
+                progress(event)
+
+    spool, build = shard_builder(paths, journal, settings, fold, show)
     with spool:
         swap(paths, journal, build)
 
@@ -156,7 +167,7 @@ class Advance:
         try:
             with local_errors("staging", self._paths.folder):
                 clear_staging(self._paths)
-                fsio.make_dir(self._paths.staging)
+                fsio.make_dir(self._paths.new_files)
                 return self._stage_steps(route)
         except BaseException:
             with local_errors("clearing staging", self._paths.folder):
@@ -167,22 +178,27 @@ class Advance:
         layout = start_layout(self._chain, route, self._state.layout)
         check_targets(route, layout)
         reached(Step.VALIDATED)
+        if self._state.found.state == "absent":
+            refuse_other_folder(self._paths.folder)
         known = self._known if route.start == "applied" else {}
         healer = SeedHealer(self._chain, known, self._fold)
         plans = self._plan(layout, route, known, healer)
         sides = plan_side_files(self._paths.folder, route, layout, self._chain)
+        refuse_folders_in_the_way(
+            self._paths.folder, [*(plan.file for plan in plans), *sides.copies]
+        )
         mode = self._reserve(route, plans)
         work = Materializer(self._fold, healer, self._progress)
         with self._clock.stage("materialize", sum(plan.nbytes for plan in plans)):
             if mode == "staged":
-                outcome = work.write(plans, self._paths.staging)
+                outcome = work.write(plans, self._paths.new_files)
             else:
                 outcome = work.prove(plans)
                 self._refuse_healing(outcome)
         if route.start == "applied":
             outcome.healed.extend(self._suspects)
         for name, folder_of in sides.copies.items():
-            copy_file(folder_of / name, self._paths.staging / name)
+            copy_file(folder_of / name, self._paths.new_files / name)
         self._chain.source.check_unchanged(route.versions)
         if mode == "rolling":
             with self._clock.stage("spool", route.wire_nbytes):
@@ -233,13 +249,13 @@ class Advance:
             leave = settings.reserve_bytes if may_roll else 0
             if needed and fsio.free_bytes(self._paths.state) < needed + leave:
                 raise OSError(errno.ENOSPC, f"no room to stage {needed} bytes")
-            reserve_shards(plans, self._paths.staging)
+            reserve_shards(plans, self._paths.new_files)
         except OSError as err:
             no_room = err.errno in (errno.ENOSPC, errno.EDQUOT)
             if settings.swap == "staged" or not no_room or not may_roll:
                 raise
             clear_staging(self._paths)
-            fsio.make_dir(self._paths.staging)
+            fsio.make_dir(self._paths.new_files)
             return "rolling"
         return "staged"
 
@@ -261,8 +277,10 @@ class Advance:
         fsio.write_file(staging / journal.after.id, b"", durable=self._durable)
         if not self._durable:
             return
-        names = [staging / name for name in fsio.list_dir(staging)]
+        new = self._paths.new_files
+        names = [new / name for name in fsio.list_dir(new)]
         list(run_parallel(fsio.fsync_file, names, self._fold.workers))
+        fsio.fsync_dir(new)
         if self._state.marker is not None and not self._state.marker.durable:
             fsync_layout(self._state.layout)
         fsio.fsync_dir(staging)

@@ -24,8 +24,15 @@ from gpusync.errors import (
 from gpusync.hook import HookCall, PreReadHook
 from gpusync.layout import Layout, read_layout
 from gpusync.marker import Marker, read_marker
-from gpusync.route import Route, check_base_fingerprint, check_order, check_targets
+from gpusync.route import (
+    Route,
+    check_base_fingerprint,
+    check_order,
+    check_run,
+    check_targets,
+)
 from gpusync.source import Source, SourceVersion
+from gpusync.types import Progress, ProgressCallback
 
 T = TypeVar("T")
 
@@ -153,16 +160,20 @@ class Chain:
                 )
 
     def check_base_identity(self, route: Route, marker: Marker) -> None:
-        """Refuse a first delta whose manifest names another base than the applied bytes.
+        """Refuse a first delta whose manifest names another base, or another run, than the applied bytes'.
 
         Raises
         ------
         BaseMismatchError
             The delta was made from other bytes.
+        VersionConflictError
+            The delta is another run's.
         """
-        if route.start != "applied" or not route.deltas or marker.fingerprint is None:
+        if route.start != "applied" or not route.deltas:
             return
-        check_base_fingerprint(route.deltas[0], marker.fingerprint)
+        check_run(route.deltas[0], marker.run_id)
+        if marker.fingerprint is not None:
+            check_base_fingerprint(route.deltas[0], marker.fingerprint)
 
     def close(self) -> None:
         self.source.close()
@@ -256,7 +267,9 @@ def check_target(target_version: int) -> int:
     return target
 
 
-def wait_visible(attempt: Callable[[], T], timeout_seconds: float) -> T:
+def wait_visible(
+    attempt: Callable[[], T], timeout_seconds: float, progress: ProgressCallback | None = None
+) -> T:
     """Return what ``attempt`` returns, trying again while the source is not ready, up to the timeout.
 
     Every try lists the folders anew, which is what refreshes a stale directory entry on network mounts.
@@ -270,6 +283,8 @@ def wait_visible(attempt: Callable[[], T], timeout_seconds: float) -> T:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise
+            if progress is not None:
+                progress(Progress("open", message="waiting for the source to be visible"))
             time.sleep(min(pause, left))
             pause = min(2 * pause, _LAST_PAUSE_SECONDS)
 

@@ -7,7 +7,7 @@ state.json              the marker (:mod:`gpusync.marker`)
 lock                    flock, holder's pid
 digests.json            xxh3-128 of every tensor, bound to the marker's id
 journal.json            a swap in progress (:mod:`gpusync.swap`)
-staging/                new files, complete before the swap begins
+staging/                new files and digest table, complete before the swap begins
 spool/                  published deltas copied here, for a swap without room for a second copy
 config.json             the checkpoint's config.json, held aside while files are swapped
 ======================  =========================================================================
@@ -25,7 +25,7 @@ from pathlib import Path
 from gpusync import fsio
 from gpusync.config import Settings
 from gpusync.errors import CheckpointIOError, FormatError, SourceNotReadyError
-from gpusync.files import OpenFiles
+from gpusync.files import FileChangedError, OpenFiles
 from gpusync.layout import Layout, read_layout
 from gpusync.marker import STATE_DIR, Marker, MarkerState, current_boot_id, read_marker
 
@@ -53,6 +53,11 @@ class FolderPaths:
     @property
     def staging(self) -> Path:
         return self.state / "staging"
+
+    @property
+    def new_files(self) -> Path:
+        """The staged checkpoint files, apart from what is ours: a checkpoint may hold files of any name."""
+        return self.staging / "files"
 
     @property
     def spool(self) -> Path:
@@ -121,7 +126,11 @@ def read_state(paths: FolderPaths, files: OpenFiles, settings: Settings) -> Loca
         return LocalState(found, None, None)
     try:
         layout = read_layout(paths.folder, files, settings)
-    except (FormatError, SourceNotReadyError):
+    except (FormatError, SourceNotReadyError) as err:
+        if isinstance(err.__cause__, OSError) and not is_absence(err.__cause__):
+            raise local_io_error(
+                err.__cause__, "reading the local checkpoint", paths.folder
+            ) from err
         layout = None  # damaged or incomplete: rebuilt from the seed
     return LocalState(found, layout, read_bound_table(paths.table, found.marker.id))
 
@@ -142,6 +151,17 @@ def read_bound_table(path: Path, marker_id: str) -> Mapping[str, str] | None:
     if table is None or not all(isinstance(text, str) for text in table.values()):
         return None
     return table
+
+
+def is_absence(err: OSError) -> bool:
+    """True where a file is gone, cut short or not a file: damage to rebuild, not a disk for the operator to mend."""
+    kinds = (FileNotFoundError, NotADirectoryError, IsADirectoryError, FileChangedError)
+    return isinstance(err, kinds) or err.errno in (
+        errno.EINVAL,
+        errno.ENXIO,
+        errno.ELOOP,
+        errno.EFBIG,
+    )
 
 
 @contextmanager

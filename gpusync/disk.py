@@ -13,13 +13,19 @@ from gpusync.audit import Audit, Evidence, PublishedEvidence, TableEvidence, aud
 from gpusync.chain import Chain, check_target, resolve_base, wait_visible
 from gpusync.checkpoint import FolderPaths, LocalState, local_errors, read_state
 from gpusync.config import Settings
-from gpusync.errors import ChainError, FormatError, SourceNotReadyError
+from gpusync.errors import (
+    ChainError,
+    CheckpointIOError,
+    FormatError,
+    GpuSyncError,
+    SourceNotReadyError,
+)
 from gpusync.files import OpenFiles
 from gpusync.fold import Fold
 from gpusync.hook import HookCall, PreReadHook
 from gpusync.lock import FolderLock
 from gpusync.marker import Marker, read_marker, write_marker
-from gpusync.swap import Step, reached, recover
+from gpusync.swap import Journal, Step, clean, reached, recover
 from gpusync.timing import StageClock
 from gpusync.types import Progress, ProgressCallback, PullReport
 
@@ -94,9 +100,10 @@ def pull(
             if pre_read_hook is not None:
                 with clock.stage("hook"):
                     hook = HookCall(pre_read_hook, os.fspath(source_dir), target_version)
-                    _call_hook(hook, settings, lock)
+                    lock.hold_until_returned(hook)
+                    hook.run(settings.hook_timeout_seconds, progress)
             with clock.stage("open"):
-                wait_visible(update.validate, visibility_timeout_seconds)
+                wait_visible(update.validate, visibility_timeout_seconds, progress)
             return update.commit(update.stage())
 
 
@@ -122,13 +129,32 @@ def open_folder(
     paths = FolderPaths(folder)
     reached(Step.LOCKED)
     recovery = recover(paths)
-    if recovery.rolling is not None:
-        fold = Fold(settings.piece_bytes, settings.workers, paths.state)
-        finish_rolling(paths, recovery.rolling, settings, fold, progress)
+    outcome = recovery.outcome
+    if recovery.rolling is not None and not _resume_rolling(
+        paths, recovery.rolling, settings, progress
+    ):
+        outcome = "discarded"
     reached(Step.RECOVERED)
     with OpenFiles(settings.max_open_files, settings.source_retries) as files:
         state = read_state(paths, files, settings)
-    return OpenedFolder(paths, state, recovery.outcome)
+    return OpenedFolder(paths, state, outcome)
+
+
+def _resume_rolling(
+    paths: FolderPaths, journal: Journal, settings: Settings, progress: ProgressCallback | None
+) -> bool:
+    """Finish a rolling swap; False where spool or old files are damaged, and the folder has to be seeded afresh."""
+    fold = Fold(settings.piece_bytes, settings.workers, paths.state)
+    try:
+        finish_rolling(paths, journal, settings, fold, progress)
+    except CheckpointIOError:
+        raise
+    except GpuSyncError as err:
+        log.warning("rolling_swap_abandoned reason=%s", err)
+        with local_errors("abandoning a swap", paths.folder):
+            clean(paths)
+        return False
+    return True
 
 
 class FolderUpdate:
@@ -298,8 +324,3 @@ def find_evidence(chain: Chain, state: LocalState, fold: Fold) -> Evidence | Non
     except (SourceNotReadyError, FormatError, ChainError) as err:
         log.info("no_evidence version=%s reason=%s", state.marker.version, err)
         return None
-
-
-def _call_hook(hook: HookCall, settings: Settings, lock: FolderLock) -> None:
-    lock.hold_until_returned(hook)
-    hook.run(settings.hook_timeout_seconds)

@@ -9,8 +9,6 @@ from __future__ import annotations
 import errno
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -70,8 +68,11 @@ class OpenFiles:
         """
         for attempt in range(self._retries + 1):
             try:
-                with self._use(path, stamp) as fd:
-                    got = fsio.pread_into(fd, buffer, offset)
+                entry = self._acquire(path, stamp)
+                try:
+                    got = fsio.pread_into(entry.fd, buffer, offset)
+                finally:
+                    self._release(entry)
                 if got != len(buffer):
                     raise FileChangedError(
                         errno.ESTALE,
@@ -88,8 +89,11 @@ class OpenFiles:
 
     def stamp(self, path: Path) -> FileStamp:
         """Open the file if it is not open, and return its stamp."""
-        with self._use(path, None) as fd:
-            return _stamp_of(fd)
+        entry = self._acquire(path, None)
+        try:
+            return _stamp_of(entry.fd)
+        finally:
+            self._release(entry)
 
     def forget(self, path: Path) -> None:
         """Close the file if nobody is reading it, so that the next read opens it afresh."""
@@ -117,8 +121,7 @@ class OpenFiles:
     ) -> None:
         self.close()
 
-    @contextmanager
-    def _use(self, path: Path, stamp: FileStamp | None) -> Iterator[int]:
+    def _acquire(self, path: Path, stamp: FileStamp | None) -> _Open:
         with self._lock:
             entry = self._files.get(path)
             if entry is None:
@@ -134,12 +137,12 @@ class OpenFiles:
                 entry = self._files[path] = _Open(fd)
             self._files.move_to_end(path)
             entry.users += 1
-        try:
-            yield entry.fd
-        finally:
-            with self._lock:
-                entry.users -= 1
-                self._close_idle()
+            return entry
+
+    def _release(self, entry: _Open) -> None:
+        with self._lock:
+            entry.users -= 1
+            self._close_idle()
 
     def _close_idle(self) -> None:
         if len(self._files) <= self._max_open:

@@ -247,10 +247,12 @@ class Fold:
     ) -> dict[Algorithm, Digest]:
         groups = [blobs[i : i + streams] for i in range(0, len(blobs), streams)] or [[]]
         with contextlib.ExitStack() as stack:
-            for group in groups[:-1]:
-                scratch = stack.enter_context(self._scratch())
-                self._one_pass(nbytes, origin, group, FileSink(scratch.fileno(), 0), {}, max_window)
-                origin = _ScratchOrigin(scratch.fileno())
+            # Passes write the one and read the other in turn.
+            scratch = [stack.enter_context(self._scratch()) for _ in groups[1:3]]
+            for number, group in enumerate(groups[:-1]):
+                fd = scratch[number % 2].fileno()
+                self._one_pass(nbytes, origin, group, FileSink(fd, 0), {}, max_window)
+                origin = _ScratchOrigin(fd)
             hashers = {algorithm: new_hasher(algorithm) for algorithm in algorithms}
             self._one_pass(nbytes, origin, groups[-1], sink, hashers, max_window, on_piece)
         return {algorithm: hasher.digest() for algorithm, hasher in hashers.items()}

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import importlib
 import threading
+import time
 import traceback
 from collections.abc import Callable
 
 from gpusync.errors import SourceNotReadyError
+from gpusync.types import Progress, ProgressCallback
+
+_POLL_SECONDS = 0.1
 
 PreReadHook = str | Callable[[str, int], object]
 
@@ -66,8 +70,8 @@ class HookCall:
         self._afterwards: list[Callable[[], None]] = []
         self._lock = threading.Lock()
 
-    def run(self, timeout_seconds: float) -> None:
-        """Call the hook and wait for it.
+    def run(self, timeout_seconds: float, progress: ProgressCallback | None = None) -> None:
+        """Call the hook and wait for it; an exception from ``progress`` ends the wait.
 
         Raises
         ------
@@ -75,7 +79,12 @@ class HookCall:
             It raised (anything, SystemExit included; its traceback is in the message) or outlasted the timeout.
         """
         threading.Thread(target=self._call, name="gpusync-pre-read-hook", daemon=True).start()
-        if not self._returned.wait(timeout_seconds):
+        deadline = time.monotonic() + timeout_seconds
+        while not self._returned.wait(max(0.0, min(_POLL_SECONDS, deadline - time.monotonic()))):
+            if progress is not None:
+                progress(Progress("hook", message=f"waiting for {self._name}"))
+            if time.monotonic() < deadline:
+                continue
             raise SourceNotReadyError(
                 f"pre-read hook {self._name!r} did not return within {timeout_seconds:g} s",
                 version=self._arguments[1],

@@ -84,7 +84,7 @@ class ChangePart:
 
     def gather(self) -> NDArray[np.unsignedinteger] | None:
         """Return the live words under the list, None where they are not what they were at prepare."""
-        words: NDArray[np.unsignedinteger] = self.live[self._places()]
+        words: NDArray[np.unsignedinteger] = self.live.take(self._places(), mode="clip")
         return words if self.digest(words) == self.seen else None
 
     def store(self, words: NDArray[np.unsignedinteger]) -> None:
@@ -180,10 +180,10 @@ class ChangeSink:
         wide = np.flatnonzero(np.not_equal(diff, 0, out=changed))  # a scan of bools is the fast one
         if not wide.size:
             return
-        words = diff[wide].view(np.uint16)
+        words = diff.take(wide).view(np.uint16)
         nonzero = np.flatnonzero(words != 0)
-        value = words[nonzero]
-        index = ((wide[nonzero >> 2] << 2) + (nonzero & 3) + offset // _WORD).astype(
+        value: Words = words.take(nonzero)
+        index: Index = ((wide.take(nonzero >> 2) << 2) + (nonzero & 3) + offset // _WORD).astype(
             self._index_type
         )
         self._budget.take(index.nbytes + value.nbytes)

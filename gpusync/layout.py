@@ -95,7 +95,7 @@ def read_shard(
 
 def unreadable(
     err: OSError, path: Path, *, version: int | None = None
-) -> SourceNotReadyError | HeaderFormatError:
+) -> SourceNotReadyError | FormatError:
     """Return the error for a file of a source or base folder that could not be read."""
     where = f"{path.parent.name}/{path.name}"
     if isinstance(err, FileNotFoundError | FileChangedError):
@@ -103,6 +103,10 @@ def unreadable(
             f"{where} is not there (yet), or changed while it was read: {err.strerror}",
             version=version,
             file=path.name,
+        )
+    if err.errno == errno.EFBIG:
+        return IndexFormatError(
+            f"{where} is too large: {err.strerror}", version=version, file=path.name
         )
     if err.errno in (errno.EINVAL, errno.ENXIO, errno.ELOOP):
         return HeaderFormatError(
@@ -157,6 +161,8 @@ def read_layout(
         name: read_shard(folder / name, files, settings, version=version) for name in shard_names
     }
     file_of = _locate(shards, weight_map, version, strict)
+    if not file_of:
+        raise IndexFormatError(f"{folder} holds no tensor", version=version)
     known = {*shard_names, INDEX_NAME}
     side = tuple(name for name in names if name not in known)
     return Layout(folder, shards, file_of, index_raw, side)

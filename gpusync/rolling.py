@@ -56,7 +56,7 @@ def spool_versions(route: Route, paths: FolderPaths) -> None:
 
 
 def reserve_rolling(paths: FolderPaths, plans: Sequence[ShardPlan]) -> None:
-    """See that there is room for the largest shard beside the spool, before anything is removed.
+    """Reserve room for the largest shard beside the spool, before anything is removed; building the first one frees it.
 
     An old file that has other links (to the base, say) gives nothing back when it is replaced, so every such file
     counts in full.
@@ -72,7 +72,6 @@ def reserve_rolling(paths: FolderPaths, plans: Sequence[ShardPlan]) -> None:
         fsio.allocate(fd, nbytes)
     finally:
         fsio.close(fd)
-        fsio.unlink(paths.reserve)
 
 
 def rolling_room(folder: Path, plans: Sequence[ShardPlan]) -> int:
@@ -115,11 +114,12 @@ def shard_builder(
     plans = {plan.file: plan for plan in plan_shards(layout, route, files, known=table)}
 
     def build(file: str) -> None:
-        fsio.make_dir(paths.staging)
-        reserve_shards([plans[file]], paths.staging)
-        Materializer(fold, _refuse, progress).write([plans[file]], paths.staging)
-        fsio.fsync_file(paths.staging / file)
-        fsio.fsync_dir(paths.staging)
+        fsio.make_dir(paths.new_files)
+        fsio.unlink(paths.reserve)
+        reserve_shards([plans[file]], paths.new_files)
+        Materializer(fold, _refuse, progress).write([plans[file]], paths.new_files)
+        fsio.fsync_file(paths.new_files / file)
+        fsio.fsync_dir(paths.new_files)
         files.forget(paths.folder / file)  # the old file's blocks are free once it is replaced
 
     return chain, build

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from gpusync import fsio
-from gpusync.errors import BaseMismatchError, IndexFormatError
+from gpusync.errors import BaseMismatchError, IndexFormatError, VersionConflictError
 from gpusync.layout import Layout
 from gpusync.source import SourceVersion
 
@@ -70,9 +70,12 @@ def check_order(route: Route) -> Route:
     ------
     BaseMismatchError
         A delta's base is another version, or its manifest names other bytes.
+    VersionConflictError
+        The deltas are not of one run.
     """
     before = route.start_version
     known = route.full.fingerprint if route.full is not None else None
+    run_id: str | None = None
     for delta in route.deltas:
         base = delta.index.base_version if delta.index is not None else None
         if base != before:
@@ -84,8 +87,28 @@ def check_order(route: Route) -> Route:
             )
         if known is not None:
             check_base_fingerprint(delta, known)
+        check_run(delta, run_id)
+        run_id = delta.manifest.run_id if delta.manifest is not None else run_id
         before, known = delta.version, delta.fingerprint
     return route
+
+
+def check_run(delta: SourceVersion, run_id: str | None) -> None:
+    """Refuse a delta of another run than the bytes it would be applied to.
+
+    Raises
+    ------
+    VersionConflictError
+        Its manifest names another run.
+    """
+    stated = delta.manifest.run_id if delta.manifest is not None else None
+    if stated is not None and run_id is not None and stated != run_id:
+        raise VersionConflictError(
+            "the delta is of another run than the version before it; pull target 0 to reset to the base",
+            version=delta.version,
+            expected=run_id,
+            got=stated,
+        )
 
 
 def check_base_fingerprint(delta: SourceVersion, fingerprint: str) -> None:

@@ -253,7 +253,7 @@ class Source:
 
     def _open_full(self, folder: Path, version: int | None, raw: bytes | None) -> SourceVersion:
         for name in fsio.list_dir(folder):
-            if name.endswith(".safetensors"):
+            if name.endswith(".safetensors") or stat.S_ISLNK(fsio.lstat(folder / name).st_mode):
                 self._check_inside(folder / name, "regular file")
         layout = read_layout(folder, self.files, self.settings, version=version, strict=True)
         headers = {name: shard.header.raw for name, shard in layout.shards.items()}
@@ -271,6 +271,7 @@ class Source:
         if digest is None:
             return None
         path = folder / MANIFEST_NAME
+        self._check_inside(path, "regular file")
         try:
             raw = fsio.read_file(path, self.settings.max_index_bytes)
         except OSError as err:

@@ -248,14 +248,14 @@ def _resumable(paths: FolderPaths, journal: Journal) -> bool:
     if journal.mode == "rolling":
         return fsio.exists(paths.spool)
     return all(
-        fsio.exists(paths.staging / name) or fsio.exists(paths.folder / name)
+        fsio.exists(paths.new_files / name) or fsio.exists(paths.folder / name)
         for name in journal.renames
     )
 
 
 def _rename_all(paths: FolderPaths, journal: Journal, build: BuildShard | None) -> None:
     for name in journal.renames:
-        staged, target = paths.staging / name, paths.folder / name
+        staged, target = paths.new_files / name, paths.folder / name
         if build is not None:
             known = journal.inodes.get(name)
             if known is not None and fsio.exists(target) and fsio.lstat(target).st_ino == known:
@@ -275,7 +275,7 @@ def _move(staged: Path, target: Path) -> None:
 
 
 def _hold_config(paths: FolderPaths, journal: Journal) -> None:
-    if journal.new_config and not fsio.exists(paths.staging / paths.config.name):
+    if journal.new_config and not fsio.exists(paths.new_files / paths.config.name):
         return  # resumed after step 13: the config.json in place is the new one
     if fsio.exists(paths.config) and not fsio.exists(paths.held_config):
         fsio.rename(paths.config, paths.held_config)
@@ -284,7 +284,7 @@ def _hold_config(paths: FolderPaths, journal: Journal) -> None:
 
 def _return_config(paths: FolderPaths, journal: Journal) -> None:
     if journal.new_config:
-        _move(paths.staging / paths.config.name, paths.config)
+        _move(paths.new_files / paths.config.name, paths.config)
         fsio.unlink(paths.held_config)
     elif fsio.exists(paths.held_config):
         fsio.rename(paths.held_config, paths.config)

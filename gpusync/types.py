@@ -178,7 +178,7 @@ class PullReport(Report):
     unverified_source
         Versions whose tensors carry no published digest (full versions).
     stages
-        Seconds and bytes: hook, open, materialize, sync, swap.
+        Seconds and bytes: hook, open, audit, materialize, spool, sync, swap.
     notes
         Whatever took another path than asked, with the reason.
     """
@@ -230,7 +230,7 @@ class UpdateReport(Report):
     Parameters
     ----------
     outcome
-        "applied", "unchanged" or "stale", as in PullReport.
+        "applied", "unchanged", "stale" or "reset", as in PullReport.
     from_version, to_version
         The live model's version before and now.
     disk_version
@@ -285,8 +285,8 @@ class VerifyReport(Report):
     """What a scrub of a local checkpoint found.
 
     ``ok`` is True when nothing bad is left. ``evidence`` says what the bytes were compared with: "table" (digests
-    taken when gpusync wrote them) or "published" (digests and base bytes still found at the source).
-    ``unproven`` counts tensors for which there was neither.
+    taken when gpusync wrote them), "published" (digests and base bytes still found at the source) or "none".
+    ``unproven`` counts tensors that nothing speaks for; they are not bad, and not shown to be good.
     """
 
     ok: bool
