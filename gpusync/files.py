@@ -15,6 +15,7 @@ from types import TracebackType
 
 from gpusync import fsio
 
+_LARGE_NBYTES = 64 << 20
 _RETRIED = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
 
 
@@ -104,11 +105,19 @@ class OpenFiles:
                 fsio.close(entry.fd)
 
     def close(self) -> None:
-        """Close every file. Nobody may be reading."""
+        """Close every file. Nobody may be reading.
+
+        Large files that were replaced meanwhile are closed by a thread: the last close frees their blocks, which takes
+        0.2 s per GB on a file system that discards, and nobody has to wait for it.
+        """
         with self._lock:
-            for entry in self._files.values():
-                fsio.close(entry.fd)
+            fds = [entry.fd for entry in self._files.values()]
             self._files.clear()
+        large = [fd for fd in fds if _is_large_and_unlinked(fd)]
+        for fd in set(fds).difference(large):
+            fsio.close(fd)
+        if large:
+            threading.Thread(target=_close_all, args=(large,), name="gpusync-close").start()
 
     def __enter__(self) -> OpenFiles:
         return self
@@ -153,6 +162,16 @@ class OpenFiles:
                 fsio.close(entry.fd)
             if len(self._files) <= self._max_open:
                 return
+
+
+def _is_large_and_unlinked(fd: int) -> bool:
+    info = fsio.fstat(fd)
+    return info.st_nlink == 0 and info.st_size >= _LARGE_NBYTES
+
+
+def _close_all(fds: list[int]) -> None:
+    for fd in fds:
+        fsio.close(fd)
 
 
 def _stamp_of(fd: int) -> FileStamp:
