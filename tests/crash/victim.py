@@ -1,0 +1,119 @@
+"""A process that pulls and is killed, again and again: ``python -m tests.crash.victim``.
+
+It imports gpusync once and forks for every request, so that one kill costs milliseconds. Requests and answers are
+lines of JSON on its standard input and output.
+
+request  ``{"pull": [local, base, source, target], "options": {...}, "environment": {...}, "fault": {...}}``
+answer   ``{"exit": code or -signal, "steps": [...], "operations": [...], "outcome": "...", "error": "..."}``
+
+A fault is one of: ``{"step": n}``, die when that step is reached; ``{"operation": n}``, die before the n-th write
+operation; ``{"operation": n, "half": true}``, die within it, with half of its bytes written; ``{"rename": n}``, die
+after the n-th shard was renamed into the folder. ``"signal": n`` is died of in place of SIGKILL; ``"free_bytes": n`` is what the file system says is free.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gpusync
+from gpusync import advance, disk, fsio, swap
+
+STEP_USERS = (swap, advance, disk)
+
+
+class Watch:
+    """Notes each step and write operation in a pipe, and dies where it is told to."""
+
+    def __init__(self, fault: dict[str, Any], folder: Path, notes: int) -> None:
+        self._fault = fault
+        self._folder = folder
+        self._notes = notes
+        self._operations = 0
+        self._renames = 0
+        for user in STEP_USERS:
+            user.reached = self.step  # type: ignore[attr-defined]
+        for name in fsio.WRITE_OPERATIONS:
+            setattr(fsio, name, self.operation(name, getattr(fsio, name)))
+        if "free_bytes" in fault:
+            fsio.free_bytes = lambda path: int(fault["free_bytes"])
+
+    def die(self) -> None:
+        os.kill(os.getpid(), self._fault.get("signal", signal.SIGKILL))
+
+    def note(self, kind: str, value: object) -> None:
+        os.write(self._notes, json.dumps([kind, value]).encode() + b"\n")
+
+    def step(self, step: swap.Step) -> None:
+        self.note("steps", int(step))
+        if self._fault.get("step") == step:
+            self.die()
+
+    def operation(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*arguments: Any, **options: Any) -> Any:
+            number, self._operations = self._operations, self._operations + 1
+            self.note("operations", name)
+            if self._fault.get("operation") == number:
+                if self._fault.get("half") and name == "pwrite":
+                    fd, buffer, offset = arguments
+                    real(fd, buffer[: len(buffer) // 2], offset)
+                self.die()
+            result = real(*arguments, **options)
+            if name == "rename":
+                target = Path(arguments[1])
+                if target.parent == self._folder and target.suffix == ".safetensors":
+                    self._renames += 1
+                    if self._fault.get("rename") == self._renames:
+                        self.die()
+            return result
+
+        return wrapper
+
+
+def child(request: dict[str, Any], notes: int) -> None:
+    os.environ.update(request["environment"])
+    local, base, source, target = request["pull"]
+    watch = Watch(request["fault"], Path(local), notes)
+    try:
+        report = gpusync.pull(local, base, source, target, **request["options"])
+        watch.note("outcome", report.outcome)
+    except gpusync.GpuSyncError as err:
+        watch.note("error", f"{type(err).__name__}: {err}")
+        os._exit(3)
+    os._exit(0)
+
+
+def serve(request: dict[str, Any]) -> dict[str, Any]:
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            child(request, writer)
+        finally:
+            os._exit(7)
+    os.close(writer)
+    answer: dict[str, Any] = {"steps": [], "operations": [], "outcome": "", "error": ""}
+    with os.fdopen(reader) as lines:
+        for line in lines:
+            kind, value = json.loads(line)
+            if kind in ("steps", "operations"):
+                answer[kind].append(value)
+            else:
+                answer[kind] = value
+    answer["exit"] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return answer
+
+
+def main() -> None:
+    gpusync.pull  # noqa: B018  resolves the name, and with it every import that a pull needs
+    for line in sys.stdin:
+        print(json.dumps(serve(json.loads(line))), flush=True)
+
+
+if __name__ == "__main__":
+    main()
