@@ -69,6 +69,7 @@ class Staged:
             The local disk failed; the next pull undoes or resumes.
         """
         with local_errors("writing the journal", self.paths.folder):
+            fsio.unlink(self.paths.rolled)
             self.journal.write(self.paths)
         reached(Step.JOURNALED)
         if self.journal.mode == "staged":
@@ -282,7 +283,7 @@ class Advance:
         list(run_parallel(fsio.fsync_file, names, self._fold.workers))
         fsio.fsync_dir(new)
         if self._state.marker is not None and not self._state.marker.durable:
-            fsync_layout(self._state.layout)
+            fsync_checkpoint(self._paths)
         fsio.fsync_dir(staging)
         fsio.fsync_dir(self._paths.state)
 
@@ -296,10 +297,11 @@ class Advance:
         )
 
 
-def fsync_layout(layout: Layout | None) -> None:
-    """fsync every shard that an earlier, not durable, update wrote, and its folder."""
-    if layout is None:
-        return
-    for shard in layout.shards.values():
-        fsio.fsync_file(shard.path)
-    fsio.fsync_dir(layout.folder)
+def fsync_checkpoint(paths: FolderPaths) -> None:
+    """fsync every file that an earlier, not durable, update may have written, and the folders."""
+    for name in fsio.regular_files(paths.folder):
+        fsio.fsync_file(paths.folder / name)
+    if fsio.exists(paths.table):
+        fsio.fsync_file(paths.table)
+    fsio.fsync_dir(paths.folder)
+    fsio.fsync_dir(paths.state)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gpusync import fsio
-from gpusync.advance import Advance, Staged, finish_rolling, fsync_layout
+from gpusync.advance import Advance, Staged, finish_rolling, fsync_checkpoint
 from gpusync.audit import Audit, Evidence, PublishedEvidence, TableEvidence, audit
 from gpusync.chain import Chain, check_target, resolve_base, wait_visible
 from gpusync.checkpoint import FolderPaths, LocalState, local_errors, read_state
@@ -87,7 +88,7 @@ def pull(
     resolve_base(folder, base_dir, read_marker(folder).marker, target_version)
     clock = StageClock()
     lock = FolderLock(folder, lock_timeout_seconds, progress)
-    with lock:
+    with local_errors("pull", folder), lock:
         opened = open_folder(folder, settings, progress)
         base = resolve_base(folder, base_dir, opened.state.found.marker, target_version)
         with Chain(
@@ -194,8 +195,7 @@ class FolderUpdate:
         self._chain.check_identity(marker)
         if self._durable and not marker.durable and not self._state.needs_audit:
             with local_errors("fsync", self._opened.paths.folder):
-                fsync_layout(self._state.layout)
-                fsio.fsync_file(self._opened.paths.table)
+                fsync_checkpoint(self._opened.paths)
                 write_marker(self._opened.paths.folder, replace(marker, durable=True))
         return PullReport(
             outcome="unchanged" if target == marker.version else "stale",
@@ -288,13 +288,13 @@ class FolderUpdate:
         if state.marker is None or state.layout is None:
             return None
         fold = Fold(self._chain.settings.piece_bytes, self._chain.settings.workers)
-        evidence = find_evidence(self._chain, state, fold)
+        with find_evidence(self._chain, state, fold) as evidence:
+            found = audit(state.layout, self._chain.source.files, fold, evidence, self._progress)
         if evidence is None:
             self._notes.append(
                 f"version {state.marker.version} was taken over as it stands: "
                 "its versions are gone, nothing proves its bytes"
             )
-        found = audit(state.layout, self._chain.source.files, fold, evidence, self._progress)
         if found.bad:
             self._notes.append(f"{len(found.bad)} damaged tensor(s) are rebuilt from the seed")
         return found
@@ -306,12 +306,12 @@ class FolderUpdate:
         return self._chain.base_fingerprint() != marker.fingerprint
 
 
-def find_evidence(chain: Chain, state: LocalState, fold: Fold) -> Evidence | None:
-    """Return what a folder's bytes can be held against: its table, else what is still published, else None."""
-    if state.table is not None:
-        return TableEvidence(state.table)
-    if state.marker is None:
-        return None
+@contextmanager
+def find_evidence(chain: Chain, state: LocalState, fold: Fold) -> Iterator[Evidence | None]:
+    """Give what a folder's bytes can be held against: its table, else what is still published, else None."""
+    if state.table is not None or state.marker is None:
+        yield TableEvidence(state.table) if state.table is not None else None
+        return
     at_marker = Chain(
         chain.source.path,
         state.marker.version,
@@ -319,8 +319,10 @@ def find_evidence(chain: Chain, state: LocalState, fold: Fold) -> Evidence | Non
         base_dir=chain.base_dir,
         settings=chain.settings,
     )
-    try:
-        return PublishedEvidence(at_marker, fold)
-    except (SourceNotReadyError, FormatError, ChainError) as err:
-        log.info("no_evidence version=%s reason=%s", state.marker.version, err)
-        return None
+    with at_marker:
+        published: Evidence | None = None
+        try:
+            published = PublishedEvidence(at_marker, fold)
+        except (SourceNotReadyError, FormatError, ChainError) as err:
+            log.info("no_evidence version=%s reason=%s", state.marker.version, err)
+        yield published

@@ -165,7 +165,10 @@ class OpenFiles:
 
 
 def _is_large_and_unlinked(fd: int) -> bool:
-    info = fsio.fstat(fd)
+    try:
+        info = fsio.fstat(fd)
+    except OSError:
+        return False
     return info.st_nlink == 0 and info.st_size >= _LARGE_NBYTES
 
 

@@ -115,18 +115,21 @@ class BlobSource:
         return _OpenBlob(self, nbytes, max_window, spill)
 
 
-class _OpenBlob:
-    """A blob being decoded; its compressed bytes are digested where the publisher's manifest gives their digest."""
+class _BlobBytes:
+    """A blob's compressed bytes, read in order; digested where the publisher's manifest gives their digest.
 
-    def __init__(
-        self, source: BlobSource, nbytes: int, max_window: int, spill: Callable[[], IO[bytes]]
-    ) -> None:
+    The decoder keeps this object and nothing that leads back to the decoder: zstandard's reader takes no part in
+    garbage collection, and a cycle through it is never freed.
+    """
+
+    def __init__(self, source: BlobSource) -> None:
         delta = source.delta
         self._files = source.files
         self._shard, entry = delta.blob(source.tensor)
         self._position = self._shard.header.data_offset + entry.begin
         self._end = self._position + entry.nbytes
-        self._where = Where(
+        self.nbytes = entry.nbytes
+        self.where = Where(
             version=delta.version,
             file=self._shard.path.name,
             tensor=source.tensor,
@@ -135,15 +138,62 @@ class _OpenBlob:
         stated = delta.manifest.tensors.get(source.tensor) if delta.manifest is not None else None
         self._stated = stated.blob_digest if stated is not None else None
         self._hasher: Hasher | None = new_hasher("xxh3-128") if self._stated else None
-        if delta.index is None:
-            raise FrameFormatError("a full version has no blobs", version=delta.version)
+
+    def read(self, nbytes: int) -> bytes:
+        """Return up to ``nbytes`` next bytes, none at the end."""
+        buffer = bytearray(min(nbytes, self._end - self._position))
+        if not buffer:
+            return b""
+        try:
+            self._files.read_into(
+                self._shard.path, memoryview(buffer), self._position, self._shard.stamp
+            )
+        except FileChangedError as err:
+            raise VersionConflictError(
+                "the shard was replaced while it was read; pull again",
+                version=self.where.version,
+                file=self.where.file,
+                tensor=self.where.tensor,
+            ) from err
+        except OSError as err:
+            raise unreadable(err, self._shard.path, version=self.where.version) from err
+        self._position += len(buffer)
+        if self._hasher is not None:
+            self._hasher.update(buffer)
+        return bytes(buffer)
+
+    def check(self) -> None:
+        """Hold the digest of what was read against the manifest's."""
+        if self._hasher is None:
+            return
+        got = self._hasher.digest().hex
+        if got != self._stated:
+            raise FrameFormatError(
+                "the blob is not the one that the manifest describes",
+                version=self.where.version,
+                file=self.where.file,
+                tensor=self.where.tensor,
+                expected=self._stated,
+                got=got,
+            )
+
+
+class _OpenBlob:
+    """A blob as a layer over its tensor."""
+
+    def __init__(
+        self, source: BlobSource, nbytes: int, max_window: int, spill: Callable[[], IO[bytes]]
+    ) -> None:
+        if source.delta.index is None:
+            raise FrameFormatError("a full version has no blobs", version=source.delta.version)
+        self._bytes = _BlobBytes(source)
         self._layer: Layer = open_layer(
-            delta.index.encoding,
-            self._read,
-            blob_nbytes=entry.nbytes,
+            source.delta.index.encoding,
+            self._bytes.read,
+            blob_nbytes=self._bytes.nbytes,
             nbytes=nbytes,
             max_window=max_window,
-            where=self._where,
+            where=self._bytes.where,
             spill=spill,
         )
 
@@ -152,39 +202,7 @@ class _OpenBlob:
 
     def finish(self) -> None:
         self._layer.finish()
-        if self._hasher is None:
-            return
-        got = self._hasher.digest().hex
-        if got != self._stated:
-            raise FrameFormatError(
-                "the blob is not the one that the manifest describes",
-                version=self._where.version,
-                file=self._where.file,
-                tensor=self._where.tensor,
-                expected=self._stated,
-                got=got,
-            )
-
-    def _read(self, nbytes: int) -> bytes:
-        buffer = bytearray(min(nbytes, self._end - self._position))
-        if buffer:
-            try:
-                self._files.read_into(
-                    self._shard.path, memoryview(buffer), self._position, self._shard.stamp
-                )
-            except FileChangedError as err:
-                raise VersionConflictError(
-                    "the shard was replaced while it was read; pull again",
-                    version=self._where.version,
-                    file=self._where.file,
-                    tensor=self._where.tensor,
-                ) from err
-            except OSError as err:
-                raise unreadable(err, self._shard.path, version=self._where.version) from err
-            self._position += len(buffer)
-            if self._hasher is not None:
-                self._hasher.update(buffer)
-        return bytes(buffer)
+        self._bytes.check()
 
 
 @dataclass(frozen=True)
@@ -302,14 +320,28 @@ def run_parallel(
     Items should be ordered largest first, so that the last thread is not left alone with the largest. When this
     returns or raises, no thread is still at work.
     """
-    with ThreadPoolExecutor(max_workers=max(1, min(workers, len(items) or 1))) as pool:
-        futures = [pool.submit(work, item) for item in items]
+    pool = ThreadPoolExecutor(max_workers=max(1, min(workers, len(items) or 1)))
+    futures = [pool.submit(work, item) for item in items]
+    try:
+        for future in as_completed(futures):
+            yield future.result()
+    finally:
+        for future in futures:
+            future.cancel()
+        _shut_down(pool)
+
+
+def _shut_down(pool: ThreadPoolExecutor) -> None:
+    """Wait for the threads, also through a second Ctrl-C: they write to descriptors that are closed after this."""
+    interrupted: BaseException | None = None
+    while True:
         try:
-            for future in as_completed(futures):
-                yield future.result()
-        finally:
-            for future in futures:
-                future.cancel()
+            pool.shutdown(wait=True)
+            break
+        except KeyboardInterrupt as err:
+            interrupted = err
+    if interrupted is not None:
+        raise interrupted
 
 
 def _piece_buffer(nbytes: int) -> Bytes:

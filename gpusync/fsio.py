@@ -24,6 +24,7 @@ WRITE_OPERATIONS = (
     "open_for_writing",
     "allocate",
     "pwrite",
+    "append",
     "fsync",
     "fsync_dir",
     "rename",
@@ -108,6 +109,16 @@ def pwrite(fd: int, buffer: memoryview, offset: int) -> None:
     done = 0
     while done < len(buffer):
         done += os.pwrite(fd, buffer[done:], offset + done)
+
+
+def append(path: Path, line: bytes) -> None:
+    """Append a line to a file (made if it is not there), durably."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    try:
+        os.write(fd, line)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def fsync(fd: int) -> None:

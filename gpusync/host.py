@@ -7,7 +7,7 @@ whatever the encodings and however many versions fold, and costs 6 bytes per cha
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -91,21 +91,11 @@ class ChangePart:
         """Store the gathered words with the list applied."""
         self.live[self._places()] = words ^ self.value
 
-    def take_back(self) -> None:
-        """Undo a store, if there was one.
-
-        Raises
-        ------
-        ModelPoisonedError
-            The words are neither those of before nor those of after.
-        """
-        words = self.live[self._places()]
-        if self.digest(words) == self.seen:
-            return
-        before = words ^ self.value
-        if self.digest(before) != self.seen:
-            raise ModelPoisonedError("a change list was stored in part")
-        self.live[self._places()] = before
+    def take_back(self, words: NDArray[np.unsignedinteger]) -> None:
+        """Store the gathered words as they were, whether or not, or in part, the list was stored."""
+        self.live[self._places()] = words
+        if self.gather() is None:
+            raise ModelPoisonedError("the live words under a list are not what they were")
 
     def _places(self) -> NDArray[np.intp]:
         """The index in the type that numpy gathers with; converting inside the gather costs twice as much."""
@@ -212,7 +202,7 @@ def commit(parts: Sequence[ChangePart], workers: int) -> None:
         ):
             pass
     except BaseException as err:
-        _take_back(parts, err)
+        _take_back(parts, gathered, err)
         raise DeviceError("committing failed and was taken back; prepare again") from err
 
 
@@ -226,10 +216,14 @@ def _gather(item: tuple[int, ChangePart]) -> tuple[int, NDArray[np.unsignedinteg
     return number, words
 
 
-def _take_back(parts: Sequence[ChangePart], cause: BaseException) -> None:
+def _take_back(
+    parts: Sequence[ChangePart],
+    gathered: Mapping[int, NDArray[np.unsignedinteger]],
+    cause: BaseException,
+) -> None:
     try:
-        for part in parts:
-            part.take_back()
+        for number, part in enumerate(parts):
+            part.take_back(gathered[number])
     except BaseException as err:
         raise ModelPoisonedError(
             f"committing failed ({cause!r}) and could not be taken back: replace the process"

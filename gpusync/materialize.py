@@ -6,6 +6,7 @@ staging is written.
 
 from __future__ import annotations
 
+import contextlib
 import stat
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -190,14 +191,13 @@ class Materializer:
         outcome = Outcome()
         self._begin("materialize", plans)
         for group in _groups(plans):
-            fds = {plan.file: fsio.open_for_writing(staging / plan.file) for plan in group}
-            try:
+            with contextlib.ExitStack() as stack:
+                fds = {}
                 for plan in group:
-                    fsio.pwrite(fds[plan.file], memoryview(plan.header), 0)
+                    fd = fds[plan.file] = fsio.open_for_writing(staging / plan.file)
+                    stack.callback(fsio.close, fd)
+                    fsio.pwrite(fd, memoryview(plan.header), 0)
                 self._run(group, outcome, _file_sinks(fds))
-            finally:
-                for fd in fds.values():
-                    fsio.close(fd)
         outcome.written_bytes = sum(plan.nbytes for plan in plans)
         return outcome
 

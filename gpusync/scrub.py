@@ -71,8 +71,8 @@ def verify(
             settings=settings,
         ) as chain:
             fold = Fold(settings.piece_bytes, settings.workers)
-            evidence = find_evidence(chain, opened.state, fold)
-            found = audit(opened.state.layout, chain.source.files, fold, evidence, progress)
+            with find_evidence(chain, opened.state, fold) as evidence:
+                found = audit(opened.state.layout, chain.source.files, fold, evidence, progress)
             report = VerifyReport(
                 ok=not found.bad,
                 version=marker.version,

@@ -135,6 +135,8 @@ class Source:
         folder = self.path / found[version]
         try:
             return self._open(folder, version)
+        except OSError as err:
+            raise unreadable(err, folder, version=version) from err
         except GpuSyncError as err:
             if isinstance(err, SourceNotReadyError):
                 err.message += f"; {self._diagnose(found)}"
@@ -146,9 +148,9 @@ class Source:
         It is rewritten in place, so any disagreement only means that it cannot be used now.
         """
         folder = self.path / AGGREGATE_NAME
-        if not fsio.exists(folder / INDEX_NAME):
-            return None
         try:
+            if not fsio.exists(folder / INDEX_NAME):
+                return None
             found = self._open(folder, None)
             if found.index is None or found.index.base_version != 0:
                 raise IndexFormatError("the aggregate is not a delta on version 0")
@@ -158,7 +160,7 @@ class Source:
                     raise HeaderFormatError(
                         "the aggregate is torn", expected=found.version, got=torn
                     )
-        except (FormatError, SourceNotReadyError) as err:
+        except (OSError, FormatError, SourceNotReadyError) as err:
             log.info("aggregate_skipped reason=%s", err)
             return None
         return found

@@ -27,7 +27,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, Literal
@@ -91,8 +91,7 @@ class Journal:
     new_config
         The new version brings its own config.json, staged.
     mode
-        "rolling": each file of ``renames`` is built from the local one and the spool just before its rename, and
-        ``inodes`` records the new file's inode before the rename, so that recovery knows new from old.
+        "rolling": each file of ``renames`` is built from the local one and the spool just before its rename.
     from_version
         Version of the old files, for rolling.
     """
@@ -105,7 +104,6 @@ class Journal:
     mode: Literal["staged", "rolling"] = "staged"
     from_version: int | None = None
     boot_id: str = field(default_factory=current_boot_id)
-    inodes: dict[str, int] = field(default_factory=dict)
 
     def write(self, paths: FolderPaths) -> None:
         """Make the journal durable."""
@@ -182,6 +180,7 @@ def clean(paths: FolderPaths) -> None:
     """Remove journal, staging, spool and everything else that only a swap needs."""
     fsio.unlink(paths.journal)
     fsio.fsync_dir(paths.state)
+    fsio.unlink(paths.rolled)
     clear_staging(paths)
     for name in fsio.list_dir(paths.state):
         if name.endswith(".tmp"):
@@ -254,18 +253,36 @@ def _resumable(paths: FolderPaths, journal: Journal) -> bool:
 
 
 def _rename_all(paths: FolderPaths, journal: Journal, build: BuildShard | None) -> None:
+    done = _read_rolled(paths) if build is not None else {}
     for name in journal.renames:
         staged, target = paths.new_files / name, paths.folder / name
         if build is not None:
-            known = journal.inodes.get(name)
-            if known is not None and fsio.exists(target) and fsio.lstat(target).st_ino == known:
+            if name in done and fsio.exists(target) and fsio.lstat(target).st_ino == done[name]:
                 continue
             build(name)
-            journal = replace(journal, inodes={**journal.inodes, name: fsio.lstat(staged).st_ino})
-            journal.write(paths)
+            _note_rolled(paths, name, fsio.lstat(staged).st_ino)
         _move(staged, target)
         if build is not None:
             fsio.fsync_dir(paths.folder)
+
+
+def _note_rolled(paths: FolderPaths, name: str, inode: int) -> None:
+    """Note, durably and before its rename, which file is the new one: recovery knows it by its inode."""
+    fsio.append(paths.rolled, json.dumps([name, inode]).encode() + b"\n")
+
+
+def _read_rolled(paths: FolderPaths) -> dict[str, int]:
+    """Return the noted inodes by file; a line that a power cut tore is left out."""
+    if not fsio.exists(paths.rolled):
+        return {}
+    done = {}
+    for line in fsio.read_file(paths.rolled, _MAX_JOURNAL_BYTES).splitlines():
+        try:
+            name, inode = json.loads(line)
+        except (ValueError, TypeError):
+            continue
+        done[name] = inode
+    return done
 
 
 def _move(staged: Path, target: Path) -> None:
@@ -279,6 +296,7 @@ def _hold_config(paths: FolderPaths, journal: Journal) -> None:
         return  # resumed after step 13: the config.json in place is the new one
     if fsio.exists(paths.config) and not fsio.exists(paths.held_config):
         fsio.rename(paths.config, paths.held_config)
+        fsio.fsync_dir(paths.state)  # the new name first: a power cut must not lose both
         fsio.fsync_dir(paths.folder)
 
 

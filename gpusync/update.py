@@ -21,6 +21,7 @@ from gpusync.errors import (
 from gpusync.host import commit as commit_lists
 from gpusync.lists import LivePlan, Prepared
 from gpusync.live import LiveState
+from gpusync.marker import read_marker
 from gpusync.placement import moved, place_by_name
 from gpusync.timing import StageClock
 from gpusync.types import UpdateReport
@@ -170,7 +171,10 @@ class Update:
 
     def _behind(self, err: GpuSyncError) -> GpuSyncError:
         """The error for a folder that did not follow, with where both sides stand."""
-        live, disk = self._state.identity.version, self._report.disk_version
+        live, disk = self._state.identity.version, None
+        if self._chain.checkpoint is not None:
+            found = read_marker(self._chain.checkpoint).marker
+            disk = found.version if found is not None else None
         if isinstance(err, CheckpointError):
             err.live_version, err.disk_version = live, disk
             return err
