@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import xxhash
@@ -130,6 +130,7 @@ class ChangeSink:
         self._index_type = np.uint32 if words < 1 << 32 else np.uint64
         self._index: list[Index] = []
         self._value: list[Words] = []
+        self._seen: list[Words] = []
         self._tail = 0
 
     def write(self, piece: Bytes, offset: int) -> None:
@@ -139,7 +140,7 @@ class ChangeSink:
         if body:
             diff = _buffers(piece.size).diff[: body // 8]
             np.bitwise_xor(piece[:body].view(np.uint64), live[:body].view(np.uint64), out=diff)
-            self._collect(diff, offset)
+            self._collect(diff, live[:body].view(np.uint16), offset)
         rest = piece.size - body
         if rest:
             padded = np.zeros(8, np.uint8)
@@ -147,25 +148,31 @@ class ChangeSink:
             if (offset + piece.size) % _WORD:
                 self._tail = int(padded[rest - 1])
                 padded[rest - 1] = 0
-            self._collect(padded.view(np.uint64), offset + body)
+            before = np.zeros(8, np.uint8)
+            before[:rest] = live[body:]
+            self._collect(padded.view(np.uint64), before.view(np.uint16), offset + body)
 
     def parts(self) -> list[ChangePart]:
-        """Return the finished list in parts, each digested against live memory as it is now."""
+        """Return the finished list in parts, each with the digest of the live words that were compared."""
         words = self._live[: self._live.size & ~1].view(np.uint16)
         made = []
         if self._index:
             index, value = np.concatenate(self._index), np.concatenate(self._value)
+            seen = np.concatenate(self._seen)
             for start in range(0, index.size, _ENTRIES_PER_PART):
                 span = slice(start, start + _ENTRIES_PER_PART)
-                made.append(_part(words, index[span], value[span]))
+                made.append(_part(words, index[span], value[span], seen[span]))
         if self._tail:
-            last = self._live[-1:]
-            made.append(_part(last, np.zeros(1, np.uint32), np.array([self._tail], np.uint8)))
-        self._index, self._value = [], []
+            last, value_of_tail = self._live[-1:], np.array([self._tail], np.uint8)
+            made.append(_part(last, np.zeros(1, np.uint32), value_of_tail, last))
+        self._index, self._value, self._seen = [], [], []
         return made
 
-    def _collect(self, diff: NDArray[np.uint64], offset: int) -> None:
-        """Add the nonzero 2-byte words of ``diff``; first 8 at a time, which skips what did not change."""
+    def _collect(self, diff: NDArray[np.uint64], live: Words, offset: int) -> None:
+        """Add the nonzero 2-byte words of ``diff``; first 8 bytes at a time, which skips what did not change.
+
+        ``live`` are the words that ``diff`` was made from, still in this core's cache.
+        """
         changed = _buffers(diff.nbytes).changed[: diff.size]
         wide = np.flatnonzero(np.not_equal(diff, 0, out=changed))  # a scan of bools is the fast one
         if not wide.size:
@@ -173,14 +180,14 @@ class ChangeSink:
         words = diff.take(wide).view(np.uint16)
         nonzero = np.flatnonzero(words != 0)
         value: Words = words.take(nonzero)
-        index: Index = ((wide.take(nonzero >> 2) << 2) + (nonzero & 3) + offset // _WORD).astype(
-            self._index_type
-        )
+        place = (wide.take(nonzero >> 2) << 2) + (nonzero & 3)
+        index: Index = (place + offset // _WORD).astype(self._index_type)
         self._budget.take(index.nbytes + value.nbytes)
         if int(np.add.reduce(diff)) != _sum_of_words(index, value, offset):
             raise KernelError("a change list does not add up to the difference that it was made of")
         self._index.append(index)
         self._value.append(value)
+        self._seen.append(live.take(place))
 
 
 def commit(parts: Sequence[ChangePart], workers: int) -> None:
@@ -231,10 +238,13 @@ def _take_back(
 
 
 def _part(
-    live: NDArray[np.unsignedinteger], index: Index, value: NDArray[np.unsignedinteger]
+    live: NDArray[np.unsignedinteger],
+    index: Index,
+    value: NDArray[np.unsignedinteger],
+    seen: NDArray[np.unsignedinteger],
 ) -> ChangePart:
     part = ChangePart(live, index, value, 0)
-    return ChangePart(live, index, value, part.digest(live[index]))
+    return replace(part, seen=part.digest(np.ascontiguousarray(seen)))
 
 
 def _sum_of_words(index: Index, value: Words, offset: int) -> int:
