@@ -400,6 +400,37 @@ def test_a_version_replaced_while_it_is_read_is_never_mixed(two: wire.Stream) ->
     assert done
 
 
+def test_a_full_version_rewritten_in_place_while_it_is_read_is_never_mixed(
+    two: wire.Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Full versions carry no digests, and here the headers are equal: only the file itself shows the change."""
+    monkeypatch.setenv("GPUSYNC_THREADS", "1")
+    two.full()
+    right = two.states[3]
+    path = two.folder(3) / "model.safetensors"
+    _, start = wire.raw_header(path)
+    done: list[int] = []
+
+    def rewrite(event: gpusync.Progress) -> None:
+        if event.stage == "materialize" and event.done_bytes and not done:
+            done.append(1)
+            with open(path, "r+b") as file:
+                file.seek(start)
+                rest = file.read()
+                file.seek(start)
+                file.write(bytes(byte ^ 255 for byte in rest))
+
+    before = wire.snapshot(two.local)
+    flipped = {name: bytes(byte ^ 255 for byte in data) for name, data in right.items()}
+    try:
+        pull(two, 3, progress=rewrite)
+    except GpuSyncError:
+        assert wire.snapshot(two.local) == before
+    else:
+        assert wire.read_tensors(two.local) in (right, flipped)
+    assert done
+
+
 def test_the_whole_chain_is_validated_before_the_first_byte_is_written(
     stream: wire.Stream, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -419,6 +419,45 @@ def test_a_damaged_marker_is_healed_by_the_next_pull(stream: wire.Stream, text: 
     assert gpusync.verify(stream.local).ok
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"version": "000001", "valid": false}',
+        '{"version": "000001", "valid": true, "durability": "process", "run_id": "another"}',
+        "",
+        "{}",
+    ],
+)
+def test_a_folder_that_nothing_vouches_for_is_not_built_on(stream: wire.Stream, text: str) -> None:
+    """Version 1 is gone, so nothing could prove these bytes; a plain marker would be taken at its word."""
+    stream.delta()
+    stream.delta()
+    stream.foreign_local(1)
+    wire.flip_tensor_byte(stream.local, "c.weight")
+    stream.hide(1)
+    wire.write_marker(stream.local, text)
+    with refused(stream, GpuSyncError, text=r"\b1\b"):
+        pull(stream, 2)
+    stream.show(1)
+    pull(stream, 2)
+    check_at(stream, 2)
+
+
+def test_a_marker_of_ours_that_another_receiver_edited_is_theirs(stream: wire.Stream) -> None:
+    """They bump the version and keep the other keys, whose fingerprint and history are then of other bytes."""
+    stream.delta()
+    pull(stream, 1)
+    stream.delta()
+    stream.delta()
+    stream.write_checkpoint(stream.local, stream.states[2])
+    marker = json.loads((stream.local / wire.MARKER).read_text())
+    wire.write_marker(stream.local, json.dumps({**marker, "version": "000002"}))
+    report = pull(stream, 3)
+    check_at(stream, 3)
+    assert (report.from_version, report.versions, report.tensors_healed) == (2, (3,), ())
+    assert gpusync.verify(stream.local).ok
+
+
 def test_a_damaged_marker_is_healed_at_the_same_target_too(stream: wire.Stream) -> None:
     stream.delta()
     pull(stream, 1)

@@ -19,6 +19,7 @@ from gpusync.errors import (
     GpuSyncError,
     OutOfScratchError,
     SourceNotReadyError,
+    VersionConflictError,
 )
 from tests import live, wire
 from tests.driver import check_at, model_at, open_chain, pull, refused, start_python, update
@@ -354,6 +355,23 @@ def test_i4_a_chain_of_another_run_is_not_applied_to_a_live_model(
     stream.delta()
     with pytest.raises(GpuSyncError):
         update(stream, model, 2)
+    assert gpusync.live_version(model) == 1
+
+
+def test_i4_a_republished_version_below_a_live_model_is_noticed_without_a_folder(
+    stream: wire.Stream,
+) -> None:
+    """The next delta touches only tensors on which both publications agree, so that no digest can tell."""
+    model = model_at(stream, 0)
+    chain = gpusync.open_chain(stream.source, 1, base_dir=stream.base)
+    gpusync.apply_to_model(model, chain, device="cpu")
+    stream.republish(1)
+    stream.delta(("c.weight",))
+    held = live.bytes_of(model)
+    with pytest.raises(VersionConflictError):
+        chain = gpusync.open_chain(stream.source, 2, base_dir=stream.base)
+        gpusync.apply_to_model(model, chain, device="cpu")
+    assert live.bytes_of(model) == held
     assert gpusync.live_version(model) == 1
 
 
