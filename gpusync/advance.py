@@ -201,6 +201,7 @@ class Advance:
         for name, folder_of in sides.copies.items():
             copy_file(folder_of / name, self._paths.new_files / name)
         self._chain.source.check_unchanged(route.versions)
+        self._chain.check_base_unchanged()
         if mode == "rolling":
             with self._clock.stage("spool", route.wire_nbytes):
                 spool_versions(route, self._paths)
@@ -280,7 +281,7 @@ class Advance:
             return
         new = self._paths.new_files
         names = [new / name for name in fsio.list_dir(new)]
-        list(run_parallel(fsio.fsync_file, names, self._fold.workers))
+        run_parallel(fsio.fsync_file, names, self._fold.workers)
         fsio.fsync_dir(new)
         if self._state.marker is not None and not self._state.marker.durable:
             fsync_checkpoint(self._paths)

@@ -10,13 +10,13 @@ from typing import Any, Literal
 import torch
 
 from gpusync.chain import Chain, start_layout
+from gpusync.changes import ListBudget
 from gpusync.errors import (
     DeviceError,
     MissingDependencyError,
     PlacementError,
 )
 from gpusync.fold import Fold
-from gpusync.host import ListBudget
 from gpusync.lists import LivePlan, Prepared, plan_live, prepare_lists
 from gpusync.live import (
     LiveState,
@@ -219,6 +219,7 @@ def _prepare_both(
                 with clock.stage("decode", plan.nbytes):
                     prepared = prepare_lists(plan, fold, budget, progress)
                 chain.source.check_unchanged(plan.route.versions)
+                chain.check_base_unchanged()
             if staging is not None:
                 with clock.stage("stage"):
                     staging.result()

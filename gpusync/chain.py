@@ -31,7 +31,7 @@ from gpusync.route import (
     check_run,
     check_targets,
 )
-from gpusync.source import Source, SourceVersion
+from gpusync.source import Source, SourceVersion, is_unchanged
 from gpusync.types import Progress, ProgressCallback
 
 T = TypeVar("T")
@@ -90,6 +90,23 @@ class Chain:
         if self._base is None:
             self._base = read_layout(self.base_dir, self.source.files, self.settings)
         return self._base
+
+    def check_base_unchanged(self) -> None:
+        """Notice a base that was rewritten since it was opened, if it was.
+
+        Raises
+        ------
+        VersionConflictError
+            A shard of the base is not the file that was read: what was made of it may be a mixture.
+        """
+        shards = self._base.shards.values() if self._base is not None else ()
+        for shard in shards:
+            if not is_unchanged(shard):
+                raise VersionConflictError(
+                    "the base was rewritten while it was read; pull again",
+                    version=0,
+                    file=str(shard.path),
+                )
 
     def base_fingerprint(self) -> str:
         """Return the base's fingerprint: of its index and shard headers, as a version's."""

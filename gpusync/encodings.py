@@ -34,6 +34,9 @@ Spill = Callable[[], IO[bytes]]
 class Layer(Protocol):
     """One delta of one tensor, ready to be applied to pieces that come in order, from 0 to the tensor's end."""
 
+    def start(self, piece: NDArray[np.uint8], offset: int) -> None:
+        """Fill ``piece`` with what the layer makes of zeros: the first of XOR layers that fold without their tensor."""
+
     def apply(self, piece: NDArray[np.uint8], offset: int) -> None:
         """Change ``piece``, the tensor's bytes from ``offset`` on, in place."""
 
@@ -123,6 +126,9 @@ class _XorLayer:
         self._reader = reader
         self._buffer = np.empty(0, np.uint8)
 
+    def start(self, piece: NDArray[np.uint8], offset: int) -> None:
+        self._reader.readinto(piece.data)
+
     def apply(self, piece: NDArray[np.uint8], offset: int) -> None:
         if self._buffer.size < piece.size:
             self._buffer = np.empty(piece.size, np.uint8)
@@ -142,6 +148,10 @@ class _SparseLayer:
         self._keys = keys
         self._is_xor = form.is_xor
         self._used = 0
+
+    def start(self, piece: NDArray[np.uint8], offset: int) -> None:
+        piece.fill(0)
+        self.apply(piece, offset)
 
     def apply(self, piece: NDArray[np.uint8], offset: int) -> None:
         end = int(np.searchsorted(self._keys, np.uint64((offset + piece.size) << 8)))

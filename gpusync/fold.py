@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol, TypeVar
@@ -107,8 +107,9 @@ class BlobSource:
     tensor: str
 
     @property
-    def nbytes(self) -> int:
-        return self.delta.blob(self.tensor)[1].nbytes
+    def is_xor(self) -> bool:
+        """True where the payload is XORed in, so that deltas fold without the tensor."""
+        return self.delta.index is not None and self.delta.index.encoding != "overwrite"
 
     def open(self, nbytes: int, max_window: int, spill: Callable[[], IO[bytes]]) -> _OpenBlob:
         """Return the delta as a layer over a tensor of ``nbytes``."""
@@ -197,6 +198,9 @@ class _OpenBlob:
             spill=spill,
         )
 
+    def start(self, piece: Bytes, offset: int) -> None:
+        self._layer.start(piece, offset)
+
     def apply(self, piece: Bytes, offset: int) -> None:
         self._layer.apply(piece, offset)
 
@@ -219,7 +223,7 @@ class Fold:
     def run(
         self,
         nbytes: int,
-        origin: Origin,
+        origin: Origin | None,
         blobs: Sequence[BlobSource],
         sink: Sink,
         algorithms: Iterable[Algorithm],
@@ -231,6 +235,8 @@ class Fold:
         ----------
         nbytes
             Size of the tensor, before and after.
+        origin
+            The bytes to start from. None for zeros: xor deltas alone, of which there must be one.
         blobs
             The deltas to apply, oldest first.
         on_piece
@@ -255,7 +261,7 @@ class Fold:
     def _passes(
         self,
         nbytes: int,
-        origin: Origin,
+        origin: Origin | None,
         blobs: Sequence[BlobSource],
         sink: Sink,
         algorithms: Iterable[Algorithm],
@@ -278,7 +284,7 @@ class Fold:
     def _one_pass(
         self,
         nbytes: int,
-        origin: Origin,
+        origin: Origin | None,
         blobs: Sequence[BlobSource],
         sink: Sink,
         hashers: dict[Algorithm, Hasher],
@@ -289,8 +295,11 @@ class Fold:
         buffer = _piece_buffer(self.piece_bytes)
         for offset in range(0, nbytes, self.piece_bytes):
             piece = buffer[: min(self.piece_bytes, nbytes - offset)]
-            origin.read_into(piece, offset)
-            for layer in layers:
+            if origin is not None:
+                origin.read_into(piece, offset)
+            else:
+                layers[0].start(piece, offset)
+            for layer in layers if origin is not None else layers[1:]:
                 layer.apply(piece, offset)
             for hasher in hashers.values():
                 hasher.update(piece.data)
@@ -314,31 +323,31 @@ class _ScratchOrigin:
 
 def run_parallel(
     work: Callable[[Item], Result], items: Sequence[Item], workers: int
-) -> Iterator[Result]:
-    """Run ``work`` over ``items`` in threads and yield results as they finish; the first error stops the rest.
+) -> list[Result]:
+    """Run ``work`` over ``items`` in threads and return the results, in no order; the first error stops the rest.
 
     Items should be ordered largest first, so that the last thread is not left alone with the largest. When this
-    returns or raises, no thread is still at work.
+    returns or raises, no thread is still at work: what the items share may be closed.
     """
     pool = ThreadPoolExecutor(max_workers=max(1, min(workers, len(items) or 1)))
-    futures = [pool.submit(work, item) for item in items]
+    futures: list[Future[Result]] = []
     try:
-        for future in as_completed(futures):
-            yield future.result()
+        futures.extend(pool.submit(work, item) for item in items)
+        return [future.result() for future in as_completed(futures)]
     finally:
-        for future in futures:
-            future.cancel()
-        _shut_down(pool)
+        _shut_down(pool, futures)
 
 
-def _shut_down(pool: ThreadPoolExecutor) -> None:
-    """Wait for the threads, also through a second Ctrl-C: they write to descriptors that are closed after this."""
+def _shut_down(pool: ThreadPoolExecutor, futures: list[Future[Result]]) -> None:
+    """Wait for the threads, also when a signal's exception arrives meanwhile; it is raised afterwards."""
     interrupted: BaseException | None = None
     while True:
         try:
+            for future in futures:
+                future.cancel()
             pool.shutdown(wait=True)
             break
-        except KeyboardInterrupt as err:
+        except BaseException as err:
             interrupted = err
     if interrupted is not None:
         raise interrupted

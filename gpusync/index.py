@@ -48,6 +48,8 @@ _SHARD_SUFFIX = ".safetensors"
 # full-width forms; these have no compatibility mapping to the ASCII ones.
 _SEPARATOR_LOOK_ALIKES = frozenset("\u2044\u2215\u2216\u29f5\u29f8\u29f9\u2571\u2572\u27cb\u27cd")
 
+_DELTA_ONLY = {"base_version", "compression_format", "checksum_format"}
+
 
 def version_dir_name(version: int) -> str:
     """Return the folder name of a version, ``weight_v000007``."""
@@ -114,6 +116,13 @@ def parse_index(data: bytes, *, file: str) -> DeltaIndex | FullIndex:
     if "gpusync_manifest" in metadata:
         manifest_digest = _parse_hex(metadata["gpusync_manifest"], "gpusync_manifest", file)
     if "delta_encoding" not in metadata:
+        leftover = sorted(_DELTA_ONLY & metadata.keys())
+        if leftover:  # a delta that lost its encoding must not replace a checkpoint with its blobs
+            raise IndexFormatError(
+                "the index has a delta's keys and no delta_encoding",
+                file=file,
+                got=", ".join(leftover),
+            )
         if not weight_map:
             raise IndexFormatError("a full checkpoint's weight_map is empty", file=file)
         return FullIndex(weight_map, _version_of(metadata.get("version")), manifest_digest)

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gpusync.chain import Chain, identity_after, start_layout
+from gpusync.changes import ChangeList, ChangePart, ListBudget, LiveSink
 from gpusync.errors import PlacementError
-from gpusync.fold import ArrayOrigin, BlobSource, Fold, NullSink, run_parallel
-from gpusync.host import ChangePart, ChangeSink, ListBudget
+from gpusync.fold import ArrayOrigin, BlobSource, Fold, run_parallel
 from gpusync.marker import Marker
 from gpusync.materialize import TensorPlan, mismatch, plan_tensor
 from gpusync.placement import Placement, refused
@@ -90,16 +90,18 @@ def prepare_lists(
     def one(tensor: TensorPlan) -> tuple[TensorPlan, Digest | None, list[ChangePart]]:
         region = plan.placement.regions[tensor.name]
         names = shared.get(region.address, (tensor.name,))
-        sink = ChangeSink(region.array, budget) if tensor.name == names[0] else None
         algorithms: set[Algorithm] = {"xxh3-128"} if len(names) > 1 else set()
         if tensor.expected is not None:
             algorithms.add(tensor.expected.algorithm)
-        digests = fold.run(
-            tensor.nbytes, tensor.origin, tensor.blobs, sink or NullSink(), algorithms, meter.add
-        )
+        changes = ChangeList(region.array, budget) if tensor.name == names[0] else None
+        alone = isinstance(tensor.origin, ArrayOrigin) and all(blob.is_xor for blob in tensor.blobs)
+        sink = LiveSink(region.array, algorithms, changes, holds_delta=alone)
+        origin = None if alone else tensor.origin
+        fold.run(tensor.nbytes, origin, tensor.blobs, sink, (), meter.add)
+        digests = sink.digests()
         if tensor.expected is not None and digests[tensor.expected.algorithm] != tensor.expected:
             raise mismatch(tensor, digests[tensor.expected.algorithm])
-        return tensor, digests.get("xxh3-128"), sink.parts() if sink is not None else []
+        return tensor, digests.get("xxh3-128"), sink.parts()
 
     parts: list[ChangePart] = []
     ours: dict[str, Digest | None] = {}

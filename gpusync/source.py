@@ -176,8 +176,13 @@ class Source:
             A version's files are gone or unreadable now, while other files of it were replaced.
         """
         for known in versions:
-            if all(_still_there(shard) for shard in known.shards.values()):
+            if all(is_unchanged(shard) for shard in known.shards.values()):
                 continue
+            if known.kind == "full":  # equal headers say nothing of its bytes, and no digest does
+                raise VersionConflictError(
+                    "the full version was rewritten while it was read; pull again",
+                    version=known.version,
+                )
             for shard in known.shards.values():
                 self.files.forget(shard.path)
             now = self._open(
@@ -375,7 +380,8 @@ def _is_stray(name: str, shards: Mapping[str, Shard]) -> bool:
     return ".safetensors" in name and name != INDEX_NAME and name not in shards
 
 
-def _still_there(shard: Shard) -> bool:
+def is_unchanged(shard: Shard) -> bool:
+    """True while the file under a shard's name is the one that was validated."""
     try:
         info = fsio.stat_path(shard.path)
     except OSError:

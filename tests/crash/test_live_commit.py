@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import gpusync
+from gpusync.changes import ChangePart
 from gpusync.errors import (
     CheckpointError,
     DeviceError,
@@ -18,7 +19,6 @@ from gpusync.errors import (
     OutOfScratchError,
     PlacementError,
 )
-from gpusync.host import ChangePart
 from tests import live, wire
 from tests.crash.harness import open_descriptors, state_files
 from tests.driver import Call, Trace, check_at, model_at, open_chain, pull, refused, update
