@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import xxhash
@@ -24,8 +24,11 @@ Words = NDArray[np.uint16]
 Index = NDArray[np.unsignedinteger]
 Live = NDArray[np.unsignedinteger]
 
-# At 1 % density the words under a part span about 13 MB, and its index converted for a gather fits a core's cache.
-_ENTRIES_PER_PART = 1 << 16
+# Entries that are checked and stored in one go: the lines under them stay in a core's cache in between.
+_ENTRIES_PER_PART = 1 << 12
+# The narrow search runs over this many 8-byte words at a time: few calls, and still in cache.
+_WIDE_PER_SEARCH = 1 << 16
+_SAMPLE_STEP = 512
 _WORD = 2
 
 
@@ -57,54 +60,62 @@ class ListBudget:
 
 
 @dataclass(frozen=True)
-class ChangePart:
-    """Part of a change list: unique, increasing word indexes into ``live`` and the XOR of each.
+class RegionChanges:
+    """The finished change list of one region, in parts of equal size.
 
-    ``live`` is the region's even-sized body as 2-byte words (or its last odd byte alone, as bytes); ``seen`` is the
-    digest of index, value and the live words as they were at prepare.
+    Parameters
+    ----------
+    live
+        The region's even-sized body as 2-byte words, or its last odd byte alone.
+    index, value
+        Unique, increasing word indexes into ``live``, and the XOR of each.
+    seen
+        For each part the digest of its live words as they were at prepare.
+    sample
+        Every 512th live word as it was at prepare.
     """
 
     live: Live
     index: Index
     value: Live
-    seen: int
+    seen: tuple[int, ...]
+    sample: Live
 
     @property
     def nbytes(self) -> int:
-        """Memory that the part takes."""
+        """Memory that the list takes."""
         return self.index.nbytes + self.value.nbytes
 
-    def digest(self, words: Live) -> int:
-        """Return the digest of index, value and the given live words."""
-        hasher = xxhash.xxh3_128()
-        for array in (self.index, self.value, words):
-            hasher.update(array.data)
-        return hasher.intdigest()
+    def sample_is_unchanged(self) -> bool:
+        """Look at a few words before any is stored: a model that was reloaded or merged differs everywhere."""
+        places = self.index[::_SAMPLE_STEP].astype(np.intp)
+        return bool(np.array_equal(self.live.take(places, mode="clip"), self.sample))
 
-    def gather(self) -> Live | None:
-        """Return the live words under the list, None where they are not what they were at prepare."""
-        words: Live = self.live.take(self._places(), mode="clip")
-        return words if self.digest(words) == self.seen else None
+    def places(self, part: int) -> NDArray[np.intp]:
+        """Return one part's index, in the type that numpy gathers with."""
+        return self.index[_span(part)].astype(np.intp)
 
-    def store(self, words: Live) -> None:
+    def gather(self, part: int, places: NDArray[np.intp]) -> Live | None:
+        """Return the live words under one part, None where they are not what they were at prepare."""
+        words: Live = self.live.take(places, mode="clip")
+        return words if _digest(words) == self.seen[part] else None
+
+    def store(self, part: int, places: NDArray[np.intp], words: Live) -> None:
         """Store the gathered words with the list applied."""
-        self.live[self._places()] = words ^ self.value
+        self.live[places] = words ^ self.value[_span(part)]
 
-    def take_back(self, words: Live) -> None:
-        """Store the gathered words as they were, whether or not, or in part, the list was stored.
+    def take_back(self, part: int, words: Live) -> None:
+        """Store the gathered words as they were, whether or not, or half, the part was stored.
 
         Raises
         ------
         ModelPoisonedError
             The live words do not come back.
         """
-        self.live[self._places()] = words
-        if self.gather() is None:
+        places = self.places(part)
+        self.live[places] = words
+        if self.gather(part, places) is None:
             raise ModelPoisonedError("the live words under a list are not what they were")
-
-    def _places(self) -> NDArray[np.intp]:
-        """The index in the type that numpy gathers with; converting inside the gather costs twice as much."""
-        return self.index.astype(np.intp)
 
 
 class ChangeList:
@@ -114,6 +125,9 @@ class ChangeList:
         self._live = live
         self._budget = budget
         self._index_type = np.uint32 if live.size // _WORD < 1 << 32 else np.uint64
+        self._wide: list[_Wide] = []
+        self._wide_count = 0
+        self._sum = 0
         self._index: list[Index] = []
         self._value: list[Words] = []
         self._seen: list[Words] = []
@@ -131,7 +145,7 @@ class ChangeList:
         """
         body = diff.size & ~7
         if body:
-            self._collect(diff[:body].view(np.uint64), live[:body].view(np.uint16), offset)
+            self._collect(diff[:body].view(np.uint64), live[:body].view(np.uint64), offset // 8)
         rest = diff.size - body
         if not rest:
             return
@@ -140,46 +154,65 @@ class ChangeList:
         if (offset + diff.size) % _WORD:
             self._tail = int(padded[0, rest - 1])
             padded[0, rest - 1] = 0
-        self._collect(padded[0].view(np.uint64), padded[1].view(np.uint16), offset + body)
+        self._collect(padded[0].view(np.uint64), padded[1].view(np.uint64), (offset + body) // 8)
 
-    def parts(self) -> list[ChangePart]:
-        """Return the finished list in parts, each with the digest of the live words that were compared."""
-        words = self._live[: self._live.size & ~1].view(np.uint16)
+    def finish(self) -> list[RegionChanges]:
+        """Return the finished list; a last odd byte is one of its own."""
+        self._search()
         made = []
         if self._index:
+            words = self._live[: self._live.size & ~1].view(np.uint16)
             index, value = np.concatenate(self._index), np.concatenate(self._value)
-            seen = np.concatenate(self._seen)
-            for start in range(0, index.size, _ENTRIES_PER_PART):
-                span = slice(start, start + _ENTRIES_PER_PART)
-                made.append(_part(words, index[span], value[span], seen[span]))
+            made.append(_finished(words, index, value, np.concatenate(self._seen)))
         if self._tail:
             last, value_of_tail = self._live[-1:], np.array([self._tail], np.uint8)
-            made.append(_part(last, np.zeros(1, np.uint32), value_of_tail, last))
+            made.append(_finished(last, np.zeros(1, np.uint32), value_of_tail, last.copy()))
         self._index, self._value, self._seen = [], [], []
         return made
 
-    def _collect(self, diff: NDArray[np.uint64], live: Words, offset: int) -> None:
-        """Add the nonzero 2-byte words of ``diff``; first 8 bytes at a time, which skips what did not change."""
-        changed = _scratch.flags(diff.size)
-        wide = np.flatnonzero(np.not_equal(diff, 0, out=changed))  # a scan of bools is the fast one
-        if not wide.size:
+    def _collect(
+        self, diff: NDArray[np.uint64], live: NDArray[np.uint64], first_place: int
+    ) -> None:
+        """Keep the 8-byte words that change; most do not, and each call here is paid for by other threads too."""
+        changed = np.not_equal(diff, 0, out=_scratch.flags(diff.size))
+        places = changed.nonzero()[0]  # a scan of bools is the fast one
+        if not places.size:
             return
-        found = diff.take(wide)
+        self._sum += int(np.add.reduce(diff))
+        places_in_region = places + first_place
+        self._wide.append(_Wide(places_in_region, diff.take(places), live.take(places)))
+        self._wide_count += places.size
+        if self._wide_count >= _WIDE_PER_SEARCH:
+            self._search()
+
+    def _search(self) -> None:
+        """Find the 2-byte words that change within the 8-byte words kept so far."""
+        if not self._wide:
+            return
+        places = np.concatenate([wide.places for wide in self._wide])
+        found = np.concatenate([wide.diff for wide in self._wide])
+        _check_sum(self._sum, found)
+        self._sum = 0
         words = found.view(np.uint16)
-        place = np.flatnonzero(words != 0)
-        value: Words = words.take(place)
-        _check_sum(diff, found)
-        _check_sum(words, value)
-        half = place & 3
-        place >>= 2
-        place = wide.take(place)
-        place <<= 2
-        place += half
-        index: Index = (place + offset // _WORD).astype(self._index_type)
+        live = np.concatenate([wide.live for wide in self._wide]).view(np.uint16)
+        self._wide, self._wide_count = [], 0
+        chosen = (words != 0).nonzero()[0]
+        value: Words = words.take(chosen)
+        _check_sum(int(np.add.reduce(words, dtype=np.uint64)), value)
+        index: Index = ((places.take(chosen >> 2) << 2) + (chosen & 3)).astype(self._index_type)
         self._budget.take(index.nbytes + value.nbytes)
         self._index.append(index)
         self._value.append(value)
-        self._seen.append(live.take(place))
+        self._seen.append(live.take(chosen))
+
+
+@dataclass(frozen=True)
+class _Wide:
+    """Changed 8-byte words: where in the region, by what XOR, and the live words."""
+
+    places: NDArray[np.intp]
+    diff: NDArray[np.uint64]
+    live: NDArray[np.uint64]
 
 
 class LiveSink:
@@ -224,9 +257,9 @@ class LiveSink:
         """Return the digests of the new bytes."""
         return {algorithm: hasher.digest() for algorithm, hasher in self._hashers.items()}
 
-    def parts(self) -> list[ChangePart]:
+    def finish(self) -> list[RegionChanges]:
         """Return the finished change list; empty for a second name."""
-        return self._changes.parts() if self._changes is not None else []
+        return self._changes.finish() if self._changes is not None else []
 
 
 class _Scratch(threading.local):
@@ -250,18 +283,27 @@ class _Scratch(threading.local):
 _scratch = _Scratch()
 
 
-def _part(live: Live, index: Index, value: Live, seen: Live) -> ChangePart:
-    part = ChangePart(live, index, value, 0)
-    return replace(part, seen=part.digest(np.ascontiguousarray(seen)))
+def _finished(live: Live, index: Index, value: Live, seen: Live) -> RegionChanges:
+    count = -(-index.size // _ENTRIES_PER_PART)
+    digests = tuple(_digest(seen[_span(part)]) for part in range(count))
+    return RegionChanges(live, index, value, digests, seen[::_SAMPLE_STEP].copy())
 
 
-def _check_sum(whole: Live, chosen: Live) -> None:
-    """The entries chosen from a range must add up to all of it: what was left out was zero.
+def _span(part: int) -> slice:
+    return slice(part * _ENTRIES_PER_PART, (part + 1) * _ENTRIES_PER_PART)
+
+
+def _digest(words: Live) -> int:
+    return xxhash.xxh3_128_intdigest(words.data)
+
+
+def _check_sum(expected: int, chosen: Live) -> None:
+    """The entries chosen from a range must add up to all of it, modulo 2^64: what was left out was zero.
 
     Raises
     ------
     KernelError
         They do not.
     """
-    if np.add.reduce(whole, dtype=np.uint64) != np.add.reduce(chosen, dtype=np.uint64):
+    if (expected - int(np.add.reduce(chosen, dtype=np.uint64))) % (1 << 64):
         raise KernelError("a change list does not add up to the difference that it was made of")

@@ -1,65 +1,80 @@
-"""The CPU applier: change lists are checked against live memory before the first store, and undone on failure."""
+"""The CPU applier: every part of a change list is checked against live memory just before it is stored.
+
+Checking everything first and storing afterwards would fetch each cache line from memory twice, and the pause is nothing
+but those fetches. So a sample of every region is looked at before the first store, each part is checked in full right
+before its own, and a part that does not fit has everything stored so far taken back from the words that were gathered.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from gpusync.changes import ChangePart, Live
+from gpusync.changes import Live, RegionChanges
 from gpusync.errors import DeviceError, ModelPoisonedError, PlacementError
 from gpusync.fold import run_parallel
 
 _RUNS_PER_WORKER = 4
 
+_Part = tuple[int, int]
+"""Number of the region's list, number of the part in it."""
 
-def commit(parts: Sequence[ChangePart], workers: int) -> None:
+
+def commit(changes: Sequence[RegionChanges], workers: int) -> None:
     """Apply every list, or none.
 
     Raises
     ------
     PlacementError
-        The live words are not those of prepare: the model changed since. Nothing was stored.
+        The live words are not those of prepare: the model changed since. It is as it was before the call.
     DeviceError
         A store failed; every store was taken back.
     ModelPoisonedError
-        A store failed and could not be taken back.
+        Stores could not be taken back.
     """
-    runs = _runs(len(parts), workers)
-    gathered: dict[int, Live] = {}
+    if not all(region.sample_is_unchanged() for region in changes):
+        raise _changed()
+    gathered: dict[_Part, Live] = {}
 
-    def gather(run: range) -> None:
-        for number in run:
-            words = parts[number].gather()
+    def store(run: Sequence[_Part]) -> None:
+        for number, part in run:
+            region = changes[number]
+            places = region.places(part)
+            words = region.gather(part, places)
             if words is None:
-                raise PlacementError(
-                    "live weights changed since prepare; nothing was stored, prepare again"
-                )
-            gathered[number] = words
+                raise _changed()
+            gathered[number, part] = words
+            region.store(part, places, words)
 
-    def store(run: range) -> None:
-        for number in reversed(run):
-            parts[number].store(gathered[number])
-
-    run_parallel(gather, runs, workers)
     try:
-        # Backwards: what was gathered last may still be cached.
-        run_parallel(store, runs[::-1], workers)
+        run_parallel(store, _runs(changes, workers), workers)
     except BaseException as err:
-        _take_back(parts, gathered, err)
+        _take_back(changes, gathered, err)
+        if isinstance(err, PlacementError):
+            raise
         raise DeviceError("committing failed and was taken back; prepare again") from err
 
 
-def _runs(count: int, workers: int) -> list[range]:
-    """Split ``count`` parts into runs of neighbours, a few per worker."""
-    size = -(-count // (workers * _RUNS_PER_WORKER)) or 1
-    return [range(start, min(start + size, count)) for start in range(0, count, size)]
+def _runs(changes: Sequence[RegionChanges], workers: int) -> list[Sequence[_Part]]:
+    """Split all parts into runs of neighbours, a few per worker."""
+    parts = [
+        (number, part) for number, region in enumerate(changes) for part in range(len(region.seen))
+    ]
+    size = -(-len(parts) // (workers * _RUNS_PER_WORKER)) or 1
+    return [parts[start : start + size] for start in range(0, len(parts), size)]
+
+
+def _changed() -> PlacementError:
+    return PlacementError(
+        "live weights changed since prepare; they are as they were, prepare again"
+    )
 
 
 def _take_back(
-    parts: Sequence[ChangePart], gathered: Mapping[int, Live], cause: BaseException
+    changes: Sequence[RegionChanges], gathered: Mapping[_Part, Live], cause: BaseException
 ) -> None:
     try:
-        for number, part in enumerate(parts):
-            part.take_back(gathered[number])
+        for (number, part), words in gathered.items():
+            changes[number].take_back(part, words)
     except BaseException as err:
         raise ModelPoisonedError(
             f"committing failed ({cause!r}) and could not be taken back: replace the process"

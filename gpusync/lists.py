@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gpusync.chain import Chain, identity_after, start_layout
-from gpusync.changes import ChangeList, ChangePart, ListBudget, LiveSink
+from gpusync.changes import ChangeList, ListBudget, LiveSink, RegionChanges
 from gpusync.errors import PlacementError
 from gpusync.fold import ArrayOrigin, BlobSource, Fold, run_parallel
 from gpusync.marker import Marker
@@ -36,16 +36,16 @@ class LivePlan:
 class Prepared:
     """Finished change lists; ``changed_bytes`` counts the live bytes under them."""
 
-    parts: tuple[ChangePart, ...] = ()
+    changes: tuple[RegionChanges, ...] = ()
 
     @property
     def nbytes(self) -> int:
         """Memory that the lists take."""
-        return sum(part.nbytes for part in self.parts)
+        return sum(region.nbytes for region in self.changes)
 
     @property
     def changed_bytes(self) -> int:
-        return sum(part.value.nbytes for part in self.parts)
+        return sum(region.value.nbytes for region in self.changes)
 
 
 def plan_live(chain: Chain, route: Route, placement: Placement, identity: Marker) -> LivePlan:
@@ -87,7 +87,7 @@ def prepare_lists(
     shared = _shared_regions(plan.placement)
     meter = Meter("decode", plan.nbytes, progress)
 
-    def one(tensor: TensorPlan) -> tuple[TensorPlan, Digest | None, list[ChangePart]]:
+    def one(tensor: TensorPlan) -> tuple[TensorPlan, Digest | None, list[RegionChanges]]:
         region = plan.placement.regions[tensor.name]
         names = shared.get(region.address, (tensor.name,))
         algorithms: set[Algorithm] = {"xxh3-128"} if len(names) > 1 else set()
@@ -101,15 +101,15 @@ def prepare_lists(
         digests = sink.digests()
         if tensor.expected is not None and digests[tensor.expected.algorithm] != tensor.expected:
             raise mismatch(tensor, digests[tensor.expected.algorithm])
-        return tensor, digests.get("xxh3-128"), sink.parts()
+        return tensor, digests.get("xxh3-128"), sink.finish()
 
-    parts: list[ChangePart] = []
+    changes: list[RegionChanges] = []
     ours: dict[str, Digest | None] = {}
     for tensor, digest, made in run_parallel(one, plan.tensors, fold.workers):
         ours[tensor.name] = digest
-        parts.extend(made)
+        changes.extend(made)
     _check_shared(shared, ours)
-    return Prepared(tuple(parts))
+    return Prepared(tuple(changes))
 
 
 def _plan_patch(name: str, route: Route, placement: Placement, chain: Chain) -> TensorPlan | None:

@@ -83,7 +83,7 @@ class Update:
         try:
             if self._plan is not None:
                 self._check_still_there(self._plan)
-                commit_lists(self._prepared.parts, self._chain.settings.workers)
+                commit_lists(self._prepared.changes, self._chain.settings.workers)
         except ModelPoisonedError:
             self._phase = "poisoned"
             self._state.poisoned = True
