@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import gpusync
-from gpusync.changes import ChangePart
+from gpusync.changes import RegionChanges
 from gpusync.errors import (
     CheckpointError,
     DeviceError,
@@ -46,24 +46,24 @@ def prepare(stream: wire.Stream, model: nn.Module, target: int = 2) -> gpusync.U
 
 
 class Stores:
-    """Lets ``ChangePart.store`` do its work but for the k-th call, which fails before, within or after it."""
+    """Lets ``RegionChanges.store`` do its work but for the k-th call, which fails before, within or after it."""
 
     def __init__(self, patch: pytest.MonkeyPatch, fail_at: int, how: str) -> None:
         self.calls = 0
-        real = ChangePart.store
+        real = RegionChanges.store
 
-        def store(part: ChangePart, words: Any) -> None:
+        def store(region: RegionChanges, part: int, places: Any, words: Any) -> None:
             number, self.calls = self.calls, self.calls + 1
             if number != fail_at:
-                return real(part, words)
-            if how == "within":
-                places = part.index[: (part.index.size + 1) // 2]
-                part.live[places] = words[: places.size] ^ part.value[: places.size]
+                return real(region, part, places, words)
+            if how == "within":  # every list here is one part
+                half = (places.size + 1) // 2
+                region.live[places[:half]] = words[:half] ^ region.value[:half]
             elif how == "after":
-                real(part, words)
+                real(region, part, places, words)
             raise Lost(f"store {number}")
 
-        patch.setattr(ChangePart, "store", store)
+        patch.setattr(RegionChanges, "store", store)
 
 
 def count_of_parts(stream: wire.Stream) -> int:
@@ -122,12 +122,12 @@ def test_a_store_that_can_not_be_taken_back_poisons_the_model(
     pending = prepare(stream, model)
     before = wire.snapshot(stream.local)
 
-    def fail(part: ChangePart) -> None:
+    def fail(region: RegionChanges, part: int, words: Any) -> None:
         raise Lost("take back")
 
     with pytest.MonkeyPatch.context() as patch:
         Stores(patch, 2, "after")
-        patch.setattr(ChangePart, "take_back", fail)
+        patch.setattr(RegionChanges, "take_back", fail)
         with pytest.raises(ModelPoisonedError):
             pending.commit()
     check_poisoned(stream, model, pending)
