@@ -34,8 +34,12 @@ class FileChangedError(OSError):
 
 @dataclass(slots=True)
 class _Open:
+    """An open file; ``retired`` once its name stands for another one, and closed when its last reader is done."""
+
     fd: int
+    stamp: FileStamp
     users: int = 0
+    retired: bool = False
 
 
 class OpenFiles:
@@ -89,20 +93,18 @@ class OpenFiles:
                     raise
 
     def stamp(self, path: Path) -> FileStamp:
-        """Open the file if it is not open, and return its stamp."""
+        """Open the file that has the name now, whatever was open under it, and return its stamp."""
+        self.forget(path)
         entry = self._acquire(path, None)
         try:
-            return _stamp_of(entry.fd)
+            return entry.stamp
         finally:
             self._release(entry)
 
     def forget(self, path: Path) -> None:
-        """Close the file if nobody is reading it, so that the next read opens it afresh."""
+        """Have the next read open the file afresh; whoever reads the old one finishes first."""
         with self._lock:
-            entry = self._files.get(path)
-            if entry is not None and entry.users == 0:
-                del self._files[path]
-                fsio.close(entry.fd)
+            self._retire(path)
 
     def close(self) -> None:
         """Close every file. Nobody may be reading.
@@ -133,17 +135,21 @@ class OpenFiles:
     def _acquire(self, path: Path, stamp: FileStamp | None) -> _Open:
         with self._lock:
             entry = self._files.get(path)
+            if entry is not None and stamp not in (None, entry.stamp):
+                self._retire(path)
+                entry = None
             if entry is None:
                 fd = fsio.open_regular(path)
                 try:
-                    if stamp is not None and _stamp_of(fd) != stamp:
+                    found = _stamp_of(fd)
+                    if stamp not in (None, found):
                         raise FileChangedError(
                             errno.ESTALE, "replaced since it was validated", str(path)
                         )
                 except OSError:
                     fsio.close(fd)
                     raise
-                entry = self._files[path] = _Open(fd)
+                entry = self._files[path] = _Open(fd, found)
             self._files.move_to_end(path)
             entry.users += 1
             return entry
@@ -151,7 +157,17 @@ class OpenFiles:
     def _release(self, entry: _Open) -> None:
         with self._lock:
             entry.users -= 1
+            if entry.retired and entry.users == 0:
+                fsio.close(entry.fd)
             self._close_idle()
+
+    def _retire(self, path: Path) -> None:
+        entry = self._files.pop(path, None)
+        if entry is None:
+            return
+        entry.retired = True
+        if entry.users == 0:
+            fsio.close(entry.fd)
 
     def _close_idle(self) -> None:
         if len(self._files) <= self._max_open:

@@ -190,6 +190,11 @@ def try_flock(fd: int) -> bool:
     return True
 
 
+def release_flock(fd: int) -> None:
+    """Give a flock back; closing alone would leave it with a process forked meanwhile."""
+    fcntl.flock(fd, fcntl.LOCK_UN)
+
+
 def open_lock_file(path: Path) -> int:
     """Open (or create) a lock file for reading and writing; its content is kept until the lock is held."""
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)

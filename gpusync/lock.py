@@ -89,9 +89,9 @@ class FolderLock:
     ) -> None:
         fd = self._fd
         if self._hook is None:
-            fsio.close(fd)
+            _unlock(fd)
         else:
-            self._hook.when_returned(lambda: fsio.close(fd))
+            self._hook.when_returned(lambda: _unlock(fd))
 
     def _try(self) -> bool:
         return fsio.try_flock(self._fd)
@@ -107,3 +107,10 @@ class FolderLock:
             file=str(self._path),
             pid=pid,
         )
+
+
+def _unlock(fd: int) -> None:
+    try:
+        fsio.release_flock(fd)
+    finally:
+        fsio.close(fd)

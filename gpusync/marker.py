@@ -113,12 +113,12 @@ def parse_marker(raw: bytes) -> MarkerState:
     try:
         document = json.loads(raw)
         version = int(document["version"])
-    except (ValueError, TypeError, KeyError, RecursionError):
+        if isinstance(document["version"], bool | float) or not 0 <= version < 10**12:
+            return MarkerState("damaged")
+        if document.get("seal") == _seal({k: v for k, v in document.items() if k != "seal"}):
+            return MarkerState("ours", _from_json(document, version))
+    except (ArithmeticError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return MarkerState("damaged")
-    if isinstance(document["version"], bool | float) or not 0 <= version < 10**12:
-        return MarkerState("damaged")
-    if document.get("seal") == _seal({k: v for k, v in document.items() if k != "seal"}):
-        return MarkerState("ours", _from_json(document, version))
     if document.get("valid") is False or document.get("durability") == "process":
         return MarkerState("untrusted", Marker(version))
     return MarkerState("foreign", Marker(version))
@@ -144,6 +144,12 @@ def current_boot_id() -> str:
 
 
 def _from_json(document: Mapping[str, Any], version: int) -> Marker:
+    """Read a sealed marker; another release may have sealed one with other fields."""
+    for key in ("fingerprint", "run_id", "base"):
+        if not isinstance(document[key], str | None):
+            raise TypeError(f"{key} of the marker is not text")
+    if not isinstance(document["id"], str) or not isinstance(document["boot_id"], str):
+        raise TypeError("an id of the marker is not text")
     return Marker(
         version=version,
         id=document["id"],

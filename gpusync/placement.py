@@ -48,9 +48,9 @@ class Placement:
         """Live bytes placed, shared storages once."""
         return sum({region.address: region.nbytes for region in self.regions.values()}.values())
 
-    def addresses(self) -> dict[str, int]:
-        """Return where each tensor's first byte is, to notice parameters that move."""
-        return {name: region.address for name, region in self.regions.items()}
+    def spans(self) -> dict[str, tuple[int, int]]:
+        """Return each tensor's address and size, to notice parameters that move or are resized."""
+        return {name: (region.address, region.nbytes) for name, region in self.regions.items()}
 
 
 def place_by_name(model: torch.nn.Module, wanted: Mapping[str, TensorEntry | None]) -> Placement:
@@ -75,7 +75,8 @@ def place_by_name(model: torch.nn.Module, wanted: Mapping[str, TensorEntry | Non
             reasons[name] = reason
     names_at: dict[int, list[str]] = {}
     for name, tensor in live.items():
-        names_at.setdefault(tensor.data_ptr(), []).append(name)
+        if _is_plain(tensor):
+            names_at.setdefault(tensor.data_ptr(), []).append(name)
     for name in wanted.keys() - reasons.keys():
         address = live[name].data_ptr()
         regions[name] = Region(address, byte_view(live[name]), tuple(names_at[address]))
@@ -116,12 +117,19 @@ def _why_not(tensor: torch.Tensor | None, entry: TensorEntry | None) -> str | No
     """Return why a live tensor is not a plain byte image of its entry, None where it is."""
     if tensor is None:
         return "no parameter or buffer of that name"
+    if torch.nn.parameter.is_lazy(tensor):
+        return "not initialized yet"
     if tensor.device.type != "cpu":
         return f"on {tensor.device}, and this release updates CPU models only"
-    if tensor.layout != torch.strided or not tensor.is_contiguous():
+    if not _is_plain(tensor):
+        return f"a {type(tensor).__name__} of layout {tensor.layout} has no bytes of its own"
+    if not tensor.is_contiguous():
         return "not contiguous in memory"
     if tensor.is_conj() or tensor.is_neg():
         return "a lazy view, whose bytes are not its values"
+    end = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
+    if tensor.untyped_storage().nbytes() < end:
+        return "its storage was freed or offloaded"
     if entry is None:
         return None
     expected = getattr(torch, DTYPE_NAMES.get(entry.dtype, ""), None)
@@ -132,6 +140,17 @@ def _why_not(tensor: torch.Tensor | None, entry: TensorEntry | None) -> str | No
     if tuple(tensor.shape) != entry.shape:
         return f"shape {list(tensor.shape)} live, {list(entry.shape)} in the checkpoint"
     return None
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """True for a tensor whose values are the bytes of one storage.
+
+    A subclass that dispatches its own operations (DTensor, quantized wrappers) may keep its values anywhere.
+    """
+    if torch.nn.parameter.is_lazy(tensor):
+        return False
+    dispatches = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    return tensor.layout == torch.strided and not tensor.is_quantized and not dispatches
 
 
 def _partial_overlaps(regions: Mapping[str, Region]) -> dict[str, str]:
@@ -156,6 +175,6 @@ def _partial_overlaps(regions: Mapping[str, Region]) -> dict[str, str]:
 
 
 def moved(before: Placement, names: Iterable[str], now: Placement) -> list[str]:
-    """Return the tensors whose storage is not where it was."""
-    was, are = before.addresses(), now.addresses()
+    """Return the tensors whose storage is not where it was, or not of the size it was."""
+    was, are = before.spans(), now.spans()
     return [name for name in names if was.get(name) != are.get(name)]

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gpusync import fsio
-from gpusync.checkpoint import FolderPaths, local_io_error
+from gpusync.checkpoint import FolderPaths, is_absence, local_io_error
 from gpusync.digest import digest_of
 from gpusync.marker import (
     MARKER_NAME,
@@ -124,16 +124,28 @@ def marker_token(folder: Path) -> str | None:
 
 
 def read_journal(paths: FolderPaths) -> Journal | None:
-    """Return the journal, None where there is none or it is damaged (then the marker alone decides)."""
+    """Return the journal, None where there is none or it is damaged (then the marker alone decides).
+
+    Raises
+    ------
+    OSError
+        It is there and cannot be read: a swap that can be resumed is not thrown away for that.
+    """
     try:
-        document: dict[str, Any] = json.loads(fsio.read_file(paths.journal, _MAX_JOURNAL_BYTES))
-        after = parse_marker(json.dumps(document.pop("after")).encode()).marker
-        if after is None:
+        raw = fsio.read_file(paths.journal, _MAX_JOURNAL_BYTES)
+    except OSError as err:
+        if is_absence(err):
+            return None
+        raise
+    try:
+        document: dict[str, Any] = json.loads(raw)
+        after = parse_marker(json.dumps(document.pop("after")).encode())
+        if after.state != "ours" or after.marker is None:
             return None
         document["renames"] = tuple(document["renames"])
         document["removes"] = tuple(document["removes"])
-        return Journal(after=after, **document)
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return Journal(after=after.marker, **document)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
 
 
