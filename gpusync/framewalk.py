@@ -10,21 +10,30 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from gpusync.errors import FrameFormatError
+from gpusync.frameruns import (
+    BLOCK_HEADER_NBYTES,
+    CHECKSUM_NBYTES,
+    COMPRESSED,
+    FRAME_MAGIC,
+    MAX_BLOCK_NBYTES,
+    MIN_COMPRESSED_NBYTES,
+    RESERVED,
+    RLE,
+    WINDOW_NBYTES,
+    OpenFrame,
+    Totals,
+    pass_ordinary,
+)
 from gpusync.types import Frame
 from gpusync.where import Where
+
+__all__ = ["MAX_BLOCK_NBYTES", "MAX_WINDOW", "FrameWalker"]
 
 MAX_WINDOW = 128 << 20
 """Largest window, in bytes, that a published frame may ask for."""
 
-MAX_BLOCK_NBYTES = 128 << 10
-"""Largest zstd block, in bytes."""
-
-_FRAME_MAGIC = 0xFD2FB528
 _SKIPPABLE_MAGIC = 0x184D2A50
-_RLE, _COMPRESSED, _RESERVED = 1, 2, 3
-_MIN_COMPRESSED_NBYTES = 2
 _START_NBYTES = 5  # magic, and the frame header descriptor or a skippable frame's first size byte
-_BLOCK_HEADER_NBYTES = 3
 _DICTIONARY_ID_NBYTES = (0, 1, 2, 4)
 # By descriptor: bytes of the frame header after it, which are window, dictionary id and content size.
 _FIELDS_NBYTES = tuple(
@@ -43,32 +52,6 @@ _ZEROS_NBYTES = 16
 _FREE_ITEMS = 1024
 _CONTENT_NBYTES_PER_ITEM = 256
 _FREE_IDLE_FRAMES = 64
-
-
-class _OpenFrame:
-    """The frame being walked; ``least`` and ``most`` bound what its blocks so far decode to."""
-
-    __slots__ = (
-        "blocks",
-        "content_nbytes",
-        "empty_blocks",
-        "has_checksum",
-        "largest_block",
-        "least",
-        "most",
-        "offset",
-        "skippable",
-        "window_nbytes",
-    )
-
-    def __init__(self, offset: int, *, skippable: bool) -> None:
-        self.offset = offset
-        self.skippable = skippable
-        self.content_nbytes: int | None = None
-        self.window_nbytes = self.largest_block = 0
-        self.has_checksum = False
-        self.blocks = self.empty_blocks = 0
-        self.least = self.most = 0
 
 
 class FrameWalker:
@@ -98,7 +81,7 @@ class FrameWalker:
         on_frame: Callable[[Frame], None] | None = None,
     ) -> None:
         self._where = where
-        self._max_window = min(max_window, MAX_WINDOW)
+        self._totals = Totals(max_window=min(max_window, MAX_WINDOW))
         self._content_nbytes = content_nbytes
         self._limit_content(content_nbytes if content_nbytes is not None else content_cap)
         self._on_frame = on_frame
@@ -109,14 +92,8 @@ class FrameWalker:
         self._need = _START_NBYTES
         self._step: Callable[[bytes], None] = self._on_start
         self._descriptor = 0
-        self._frame = _OpenFrame(0, skippable=False)
+        self._frame = OpenFrame(0, skippable=False)
         self._inside = False  # a frame has begun and not ended
-        self._least = 0  # what all ended frames decode to: at least, at most
-        self._most = 0
-        self._items = 0  # frames and blocks
-        self._idle_frames = 0  # skippable or without content
-        self._filled_frames = 0
-        self._data_frames = 0
 
     def feed(self, data: bytes | memoryview) -> None:
         """Walk the next bytes of the blob; raises before they may go to a decoder.
@@ -142,6 +119,10 @@ class FrameWalker:
                 if self._ending and not self._skip:
                     self._end_frame()
                 continue
+            if not self._held and self._step != self._on_fields:
+                at = self._run(data, at)
+                if at == end or self._skip:
+                    continue
             count = self._need - len(self._held)
             head = self._held + bytes(data[at : at + count])
             count = min(count, end - at)
@@ -153,6 +134,26 @@ class FrameWalker:
             self._held = b""
             self._step(head)
 
+    def _run(self, data: bytes | memoryview, at: int) -> int:
+        """Take the fast path from a frame's or block's start; return where it stopped."""
+        begin = at
+        open_frame = self._frame if self._inside else None
+        at, frame, ending = pass_ordinary(
+            data, at, self._position, self._totals, open_frame, self._on_frame
+        )
+        if at == begin:
+            return at
+        if frame is None:
+            self._inside = False
+            self._need, self._step = _START_NBYTES, self._on_start
+        else:
+            self._frame, self._inside = frame, True
+            self._need, self._step = BLOCK_HEADER_NBYTES, self._on_block
+            self._skip, self._ending = max(0, at - len(data)), ending
+        at = min(at, len(data))
+        self._position += at - begin
+        return at
+
     def expect(self, content_nbytes: int) -> None:
         """Say what the content's size must be, where the first bytes of the content told.
 
@@ -163,7 +164,7 @@ class FrameWalker:
         """
         self._content_nbytes = content_nbytes
         self._limit_content(content_nbytes)
-        least = self._least
+        least = self._totals.least
         if self._inside:
             least += max(self._frame.content_nbytes or 0, self._frame.least)
         if least > content_nbytes:
@@ -187,11 +188,11 @@ class FrameWalker:
             raise self._where.not_ready()
         if self._skip or self._held or self._inside:
             raise self._refused("the blob ends within a frame")
-        if not self._data_frames:
+        if not self._totals.data_frames:
             raise self._refused("the blob holds no zstd frame")
         expected = self._content_nbytes
-        if expected is not None and not self._least <= expected <= self._most:
-            got = self._least if expected < self._least else self._most
+        if expected is not None and not self._totals.least <= expected <= self._totals.most:
+            got = self._totals.least if expected < self._totals.least else self._totals.most
             raise self._refused(
                 "the frames' content is not the expected size", expected=expected, got=got
             )
@@ -202,23 +203,23 @@ class FrameWalker:
         return self._where.refused(message, at=self._position, expected=expected, got=got)
 
     def _limit_content(self, cap: int | None) -> None:
-        self._cap = _NO_CAP if cap is None else cap
-        self._max_items = _FREE_ITEMS + self._cap // _CONTENT_NBYTES_PER_ITEM
+        self._totals.cap = _NO_CAP if cap is None else cap
+        self._totals.max_items = _FREE_ITEMS + self._totals.cap // _CONTENT_NBYTES_PER_ITEM
 
     def _count_item(self) -> None:
-        self._items += 1
-        if self._items > self._max_items:
+        self._totals.items += 1
+        if self._totals.items > self._totals.max_items:
             raise self._refused(
                 "more frames and blocks than the content explains",
-                expected=self._max_items,
-                got=self._items,
+                expected=self._totals.max_items,
+                got=self._totals.items,
             )
 
     def _on_start(self, head: bytes) -> None:
         """Take a frame's magic and the byte after it."""
         magic = int.from_bytes(head[:4], "little")
         offset = self._position - _START_NBYTES
-        if magic == _FRAME_MAGIC:
+        if magic == FRAME_MAGIC:
             descriptor = head[4]
             if descriptor & 0x08:
                 raise self._refused(
@@ -235,7 +236,7 @@ class FrameWalker:
             return
         else:
             raise self._not_a_frame(offset, magic)
-        self._frame = _OpenFrame(offset, skippable=magic != _FRAME_MAGIC)
+        self._frame = OpenFrame(offset, skippable=magic != FRAME_MAGIC)
         self._inside = True
         self._count_item()
 
@@ -246,7 +247,7 @@ class FrameWalker:
         return self._where.refused(
             "bytes that are no zstd frame",
             at=offset,
-            expected=f"{_FRAME_MAGIC:#010x}",
+            expected=f"{FRAME_MAGIC:#010x}",
             got=f"{magic:#010x}",
         )
 
@@ -265,32 +266,26 @@ class FrameWalker:
         if content_at < len(head):
             content = int.from_bytes(head[content_at:], "little")
             content += 256 if descriptor >> 6 == 1 else 0
-        if single_segment:
-            window = content or 0
-        else:
-            base = 1 << (10 + (head[0] >> 3))
-            window = base + base // 8 * (head[0] & 7)
+        window = (content or 0) if single_segment else WINDOW_NBYTES[head[0]]
         self._check_sizes(content, window)
-        frame = self._frame
-        frame.content_nbytes = content
-        frame.window_nbytes = window
-        frame.largest_block = min(window, MAX_BLOCK_NBYTES)
-        frame.has_checksum = bool(descriptor & 0x04)
-        self._need, self._step = _BLOCK_HEADER_NBYTES, self._on_block
+        self._frame.open(content, window, has_checksum=descriptor & 0x04 != 0)
+        self._need, self._step = BLOCK_HEADER_NBYTES, self._on_block
 
     def _check_sizes(self, content_nbytes: int | None, window_nbytes: int) -> None:
-        if content_nbytes is not None and self._least + content_nbytes > self._cap:
+        if content_nbytes is not None and self._totals.least + content_nbytes > self._totals.cap:
             raise self._refused(
                 "a frame's content size is more than is left",
-                expected=self._cap - self._least,
+                expected=self._totals.cap - self._totals.least,
                 got=content_nbytes,
             )
         if window_nbytes > MAX_WINDOW:
             raise self._refused(
                 "a frame's window is too large", expected=MAX_WINDOW, got=window_nbytes
             )
-        if window_nbytes > self._max_window:
-            raise self._where.window_too_large(self._position, self._max_window, window_nbytes)
+        if window_nbytes > self._totals.max_window:
+            raise self._where.window_too_large(
+                self._position, self._totals.max_window, window_nbytes
+            )
 
     def _on_block(self, head: bytes) -> None:
         frame = self._frame
@@ -302,23 +297,23 @@ class FrameWalker:
         frame.blocks += 1
         self._count_item()
         stored = nbytes
-        if kind == _COMPRESSED:
-            if nbytes < _MIN_COMPRESSED_NBYTES:
+        if kind == COMPRESSED:
+            if nbytes < MIN_COMPRESSED_NBYTES:
                 raise self._refused(
-                    "a compressed block is too small", expected=_MIN_COMPRESSED_NBYTES, got=nbytes
+                    "a compressed block is too small", expected=MIN_COMPRESSED_NBYTES, got=nbytes
                 )
             frame.most += largest
-        elif kind == _RESERVED:
+        elif kind == RESERVED:
             raise self._refused("a block's type is reserved")
         else:
             self._count_stored(frame, nbytes)
-            stored = 1 if kind == _RLE else nbytes
+            stored = 1 if kind == RLE else nbytes
         if word & 1:
-            self._pass(stored + 4 if frame.has_checksum else stored, ending=True)
+            self._pass(stored + (CHECKSUM_NBYTES if frame.has_checksum else 0), ending=True)
         else:
             self._pass(stored, ending=False)
 
-    def _count_stored(self, frame: _OpenFrame, nbytes: int) -> None:
+    def _count_stored(self, frame: OpenFrame, nbytes: int) -> None:
         """Count a raw or RLE block, whose content size is known."""
         frame.least += nbytes
         frame.most += nbytes
@@ -328,7 +323,7 @@ class FrameWalker:
                 raise self._refused("a frame holds more than one empty block")
         allowed = frame.content_nbytes
         if allowed is None:
-            allowed = self._cap - self._least
+            allowed = self._totals.cap - self._totals.least
         if frame.least > allowed:
             raise self._refused(
                 "blocks decode to more than is left", expected=allowed, got=frame.least
@@ -340,39 +335,17 @@ class FrameWalker:
             self._end_frame()
 
     def _end_frame(self) -> None:
-        frame = self._frame
+        frame, totals = self._frame, self._totals
         self._inside = self._ending = False
         self._need, self._step = _START_NBYTES, self._on_start
-        declared = 0 if frame.skippable else frame.content_nbytes
-        if declared is None:
-            least, most = frame.least, frame.most
-        else:
-            least = most = declared
-            if frame.most < declared:
-                raise self._refused(
-                    "a frame's blocks cannot fill its content size",
-                    expected=declared,
-                    got=frame.most,
-                )
-        self._least += least
-        self._most += most
-        self._data_frames += not frame.skippable
-        if most:
-            self._filled_frames += 1
-        else:
-            self._idle_frames += 1
-            # One skippable frame before each data frame is what parallel writers do.
-            if self._idle_frames > _FREE_IDLE_FRAMES + self._filled_frames:
-                raise self._refused("too many frames without content", got=self._idle_frames)
-        if self._on_frame is not None:
-            self._on_frame(
-                Frame(
-                    offset=frame.offset,
-                    nbytes=self._position - frame.offset,
-                    content_nbytes=declared,
-                    window_nbytes=frame.window_nbytes,
-                    has_checksum=frame.has_checksum,
-                    skippable=frame.skippable,
-                    blocks=frame.blocks,
-                )
+        declared = frame.content_nbytes
+        if declared is not None and frame.most < declared:
+            raise self._refused(
+                "a frame's blocks cannot fill its content size", expected=declared, got=frame.most
             )
+        totals.count_frame(frame)
+        # One skippable frame before each data frame is what parallel writers do.
+        if totals.idle_frames > _FREE_IDLE_FRAMES + totals.filled_frames:
+            raise self._refused("too many frames without content", got=totals.idle_frames)
+        if self._on_frame is not None:
+            self._on_frame(frame.ended(self._position))

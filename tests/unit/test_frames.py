@@ -10,6 +10,7 @@ import time
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -595,6 +596,135 @@ def test_every_bit_flip_is_refused_or_changes_no_rule() -> None:
             continue
         # The descriptor's unused bit, or the checksum flag's with a truncation that is refused.
         assert got == content
+
+
+# ---- the fast path against the steps -----------------------------------------------------------------
+
+
+def walked(
+    blob: bytes, steps: list[int], told: int | None, *, late: int | None = None, **options: Any
+) -> tuple[list[Frame], object]:
+    """Feed a blob in pieces of ``steps``, over and over; return its frames, and what it was refused for.
+
+    ``late`` is what the walk is told to expect once half of the blob was fed.
+    """
+    frames: list[Frame] = []
+    walker = FrameWalker(content_nbytes=told, where=WHERE, on_frame=frames.append, **options)
+    try:
+        for half in (blob[: len(blob) // 2], blob[len(blob) // 2 :]):
+            at, turn = 0, 0
+            while at < len(half):
+                walker.feed(half[at : at + steps[turn % len(steps)]])
+                at += steps[turn % len(steps)]
+                turn += 1
+            if late is not None:
+                walker.expect(late)
+        walker.finish()
+    except GpuSyncError as err:
+        return frames, (type(err), str(err), err.offset, err.expected, err.got)
+    return frames, None
+
+
+def assert_steps_agree(blob: bytes, steps: list[int], told: int | None, **options: Any) -> object:
+    """Single bytes never take the fast path: pieces must give the same frames and the same refusal."""
+    whole = walked(blob, [1 << 30], told, **options)
+    assert whole == walked(blob, [1], told, **options)
+    assert whole == walked(memoryview(blob), steps, told, **options)  # type: ignore[arg-type]
+    return whole[1]
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize("nbytes", SIZES)
+def test_fast_path_agrees_on_every_legal_framing(writer: str, nbytes: int) -> None:
+    blob = WRITERS[writer](content_of(nbytes))
+    assert assert_steps_agree(blob, [13, 64], nbytes) is None
+    assert assert_steps_agree(blob, [13, 64], None) is None
+    for told in (nbytes + 1, max(0, nbytes - 1)):
+        assert_steps_agree(blob, [100], told)
+        assert_steps_agree(blob, [100], None, late=told)
+        assert_steps_agree(blob, [100], None, content_cap=told)
+
+
+def test_fast_path_agrees_on_many_blocks_and_frames() -> None:
+    content = content_of(600 * KIB)
+    for blob in (compress(content), seekable(content, 256 * KIB, write_checksum=True)):
+        assert assert_steps_agree(blob, [997, 1, 4096], len(content)) is None
+        assert assert_steps_agree(blob, [997], len(content), max_window=128 * KIB) is not None
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+@pytest.mark.parametrize("told", [0, 300, None])
+def test_fast_path_agrees_on_bombs(bomb: str, told: int | None) -> None:
+    assert_steps_agree(BOMBS[bomb][: 16 * KIB], [50, 7], told)
+
+
+@pytest.mark.parametrize("blocks", [1022, 1023, 1024])
+def test_fast_path_counts_frames_and_blocks_to_the_same_limit(blocks: int) -> None:
+    """200 bytes of content allow 1024 frames and blocks; 1023 blocks leave none for a second frame."""
+    small = block(b"xx", kind=COMPRESSED, last=False) * (blocks - 1) + block(b"a")
+    first = frame([small], descriptor=0x80, fields=(199).to_bytes(4, "little"))
+    last = frame([block(b"a" * 9)], descriptor=0x20, window=None, fields=b"\1")
+    assert (assert_steps_agree(first, [300], 199) is None) == (blocks < 1024)
+    assert assert_steps_agree(first + last, [300], 200) is not None
+
+
+def test_fast_path_leaves_frames_without_content_and_too_small_blocks_to_the_steps() -> None:
+    idle = frame([block(b"xx", kind=COMPRESSED)], descriptor=0x80, fields=bytes(4))
+    assert assert_steps_agree(idle * 64, [300], 0) is None
+    assert assert_steps_agree(idle * 66, [300], 0) is not None
+    for nbytes in (0, 1):
+        small = block(b"x" * nbytes, kind=COMPRESSED)
+        bad = frame([small], descriptor=0x80, fields=(9).to_bytes(4, "little")) + bytes(60)
+        assert "too small" in str(assert_steps_agree(bad, [300], 9))
+
+
+@st.composite
+def handmade(draw: st.DrawFn) -> bytes:
+    """Frames whose headers and blocks say what they like."""
+    blob = b""
+    for _ in range(draw(st.integers(1, 4))):
+        blocks = []
+        for last in (*[False] * draw(st.integers(0, 3)), True):
+            kind = draw(st.sampled_from((RAW, RAW, RLE, COMPRESSED, COMPRESSED, RESERVED)))
+            nbytes = draw(st.sampled_from((0, 1, 2, 5, 100, 1024, 1025, 1 << 17, (1 << 17) + 1)))
+            stored = 1 if kind == RLE else min(nbytes, 1100)
+            blocks.append(block(b"x" * stored, last=last, kind=kind, nbytes=nbytes))
+        descriptor = draw(st.sampled_from((0x20, 0x40, 0x60, 0x80, 0xA0, 0xA4, 0xC0, 0xE0, 0, 4)))
+        descriptor ^= draw(st.sampled_from((0, 0, 0, 0x01, 0x08, 0x10)))
+        window = (
+            None if descriptor & 0x20 else draw(st.sampled_from((0, 1, 0x3F, 0x50, 0x8F, 0x90)))
+        )
+        width = (1 if descriptor & 0x20 else 0, 2, 4, 8)[descriptor >> 6]
+        content = draw(st.sampled_from((0, 1, 5, 100, 1024, 1025, 3000, 1 << 17, 1 << 20, 1 << 28)))
+        size = (content % (1 << 8 * width)).to_bytes(width, "little")
+        blob += frame(blocks, descriptor=descriptor, window=window, fields=size)
+        blob += b"sums" if descriptor & 4 else b""
+    return blob
+
+
+@fixed
+@given(handmade(), st.lists(st.integers(1, 40), min_size=1, max_size=4), st.integers(0, 3000))
+def test_fast_path_agrees_on_handmade_frames(blob: bytes, steps: list[int], told: int) -> None:
+    for expected in (told, None, 1 << 30):
+        assert_steps_agree(blob, steps, expected)
+        assert_steps_agree(blob, steps, expected, max_window=1024, late=told)
+
+
+@fixed
+@given(
+    blobs(),
+    st.lists(st.tuples(st.integers(0, 1 << 16), st.integers(0, 255)), max_size=3),
+    st.lists(st.integers(1, 40), min_size=1, max_size=4),
+)
+def test_fast_path_agrees_on_damaged_blobs(
+    pair: tuple[bytes, bytes], flips: list[tuple[int, int]], steps: list[int]
+) -> None:
+    content, blob = pair
+    bad = bytearray(blob)
+    for position, value in flips:
+        bad[position % len(bad)] = value
+    for told in (len(content), None):
+        assert_steps_agree(bytes(bad), steps, told)
 
 
 # ---- seek table -------------------------------------------------------------------------------------
