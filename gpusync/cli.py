@@ -63,13 +63,25 @@ class FramingName(str, Enum):
     single = "single"
 
 
+class DeviceName(str, Enum):
+    """Values of ``--device``."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+    emulated = "emulated"
+
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
 SourceDir = Annotated[Path, typer.Option("--source", help="Folder of published versions.")]
-BaseDir = Annotated[Path, typer.Option("--base", help="Base checkpoint, version 0.")]
 Hook = Annotated[
     str | None, typer.Option("--pre-read-hook", help="module:function, called before reading.")
 ]
 Durable = Annotated[bool, typer.Option(help="fsync what is written.")]
+VisibilityTimeout = Annotated[
+    float, typer.Option(min=0, help="Seconds to wait for a version to become visible.")
+]
+LockTimeout = Annotated[float, typer.Option(min=0, help="Seconds to wait for the folder's lock.")]
 
 
 @app.command()
@@ -129,17 +141,16 @@ def publish(
 @app.command()
 def pull(
     local: Annotated[Path, typer.Option(help="Local checkpoint to bring to the target.")],
-    base: BaseDir,
     source: SourceDir,
     target: Annotated[int, typer.Option(min=0, help="Version to reach; 0 is the base.")],
+    base: Annotated[
+        Path | None,
+        typer.Option(help="Base checkpoint, version 0; not needed once the folder was seeded."),
+    ] = None,
     pre_read_hook: Hook = None,
     durable: Durable = True,
-    visibility_timeout: Annotated[
-        float, typer.Option(min=0, help="Seconds to wait for a version to become visible.")
-    ] = 0.0,
-    lock_timeout: Annotated[
-        float, typer.Option(min=0, help="Seconds to wait for the folder's lock.")
-    ] = 600.0,
+    visibility_timeout: VisibilityTimeout = 0.0,
+    lock_timeout: LockTimeout = 600.0,
     as_json: AsJson = False,
 ) -> int:
     """Bring a local checkpoint to a published version."""
@@ -230,6 +241,8 @@ def serve(
     ] = None,
     pre_read_hook: Hook = None,
     durable: Durable = True,
+    visibility_timeout: VisibilityTimeout = 0.0,
+    lock_timeout: LockTimeout = 600.0,
     as_json: AsJson = False,
 ) -> int:
     """Serve POST /pull_weights, GET /health and GET /metrics until SIGINT or SIGTERM."""
@@ -247,7 +260,15 @@ def serve(
     token = read_token(token_file) if token_file is not None else None
     if token is None and host not in ("127.0.0.1", "::1", "localhost"):
         console.print_note(f"anyone who reaches {host}:{port} can make this server pull: no token")
-    config = server.ServerConfig(base_dir, tuple(root or ()), token, pre_read_hook, durable)
+    config = server.ServerConfig(
+        base_dir,
+        tuple(root or ()),
+        token,
+        pre_read_hook,
+        durable,
+        visibility_timeout_seconds=visibility_timeout,
+        lock_timeout_seconds=lock_timeout,
+    )
 
     def ready(bound_port: int) -> None:
         if as_json:
@@ -286,14 +307,14 @@ def doctor(
 
 @app.command()
 def warmup(
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or emulated.")] = "auto",
+    device: Annotated[DeviceName, typer.Option(help="Device to warm up.")] = DeviceName.auto,
     as_json: AsJson = False,
 ) -> int:
     """Load and compile what the first update would otherwise wait for."""
-    gpusync.warmup(device)
-    message = f"device {device} is warm"
+    gpusync.warmup(device.value)
+    message = f"device {device.value} is warm"
     if as_json:
-        console.print_document(success_document(message, {"device": device}))
+        console.print_document(success_document(message, {"device": device.value}))
     else:
         console.print_line(message)
     return 0

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, TaskID, TextColumn, TransferSpeedColumn
@@ -24,7 +25,12 @@ from gpusync.errors import GpuSyncError
 from gpusync.outcome import StopFlag, advice_for, error_document
 from gpusync.types import Progress, ProgressCallback
 
-_out = Console(highlight=False, soft_wrap=True)
+# A file or a pipe has no width: nothing is folded there, so that its lines can be searched.
+_PIPE_COLUMNS = 400
+
+_out = Console(
+    highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else _PIPE_COLUMNS
+)
 _err = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
@@ -46,7 +52,14 @@ def print_note(text: str) -> None:
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """Print a table; a column is aligned to the right where its first cell is a number."""
     cells = [list(row) for row in rows]
-    table = Table(title=title, title_justify="left", title_style="bold")
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=SIMPLE_HEAD,
+        show_edge=False,
+        padding=(0, 1, 0, 0),
+    )
     for position, column in enumerate(columns):
         number = bool(cells) and isinstance(cells[0][position], int | float)
         table.add_column(column, justify="right" if number else "left", overflow="fold")

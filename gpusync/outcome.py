@@ -10,6 +10,7 @@ import threading
 from typing import Any
 
 from gpusync.errors import (
+    BaseMismatchError,
     ChainError,
     CheckpointError,
     DeviceError,
@@ -32,14 +33,24 @@ STOPPED_EXIT_CODE = 130  # what a shell reports for a process that ended on Ctrl
 _ADVICE: tuple[tuple[type[GpuSyncError], str], ...] = (
     (
         SourceNotReadyError,
-        "nothing was changed; refresh the mount (or give a pre-read hook) and try again",
+        "nothing was changed; check the path, refresh the mount or mend the pre-read hook, and try again",
     ),
     (FormatError, "nothing was changed; publish this version again"),
     (
         VersionConflictError,
-        "this version number stands for other bytes than before: pull 0 to go back to the base, then pull again",
+        "nothing was changed; this version number stands for other bytes than before; to pull: pull 0 to go back "
+        "to the base, then the target; to publish: do as the message says",
     ),
-    (ChainError, "nothing was changed; pick another target, or pull 0 to go back to the base"),
+    (
+        BaseMismatchError,
+        "nothing was changed; to pull: pull 0 to go back to the base, then the target; "
+        "to publish: give the checkpoint of the last published version as the base",
+    ),
+    (
+        ChainError,
+        "nothing was changed; give what the message asks for, or pick another target, "
+        "or pull 0 to go back to the base",
+    ),
     (DigestMismatchError, "nothing was changed; publish this version again"),
     (
         PlacementError,
@@ -48,9 +59,13 @@ _ADVICE: tuple[tuple[type[GpuSyncError], str], ...] = (
     (LockTimeoutError, "another process works on this folder; wait for it, or look at its pid"),
     (
         CheckpointError,
-        "look at the local folder (space, permissions, paths); the next pull catches up",
+        "look at the folder that the message names (path, space, permissions) and try again; "
+        "a pull catches up",
     ),
-    (MissingDependencyError, "install what the message names, or use the disk path"),
+    (
+        MissingDependencyError,
+        "install what the message names, or take another device or the disk path",
+    ),
     (OutOfScratchError, "raise the budget, or apply the chain as several updates"),
     (
         DeviceError,
@@ -83,8 +98,8 @@ class StopFlag:
         if self._asked.is_set():
             at = f" in stage {progress.stage}" if progress is not None else ""
             raise Stopped(
-                f"stopped at a safe point{at}: the checkpoint holds its old version or its new one, whole; "
-                "the next pull finishes the job"
+                f"stopped at a safe point{at}: what stood there is whole, and as it was; "
+                "doing the same again finishes the job"
             )
 
 

@@ -63,6 +63,8 @@ class ServerConfig:
         Called before published bytes are read.
     durable
         Whether a pull fsyncs what it writes.
+    visibility_timeout_seconds, lock_timeout_seconds
+        How long a pull waits for versions that are not visible yet, and for the folder's lock.
     """
 
     base_dir: Path
@@ -70,6 +72,8 @@ class ServerConfig:
     token: str | None = None
     pre_read_hook: PreReadHook | None = None
     durable: bool = True
+    visibility_timeout_seconds: float = 0.0
+    lock_timeout_seconds: float = 600.0
 
 
 @dataclass(frozen=True)
@@ -127,6 +131,8 @@ class PullService:
                 request.target_version,
                 self._config.pre_read_hook,
                 durable=self._config.durable,
+                visibility_timeout_seconds=self._config.visibility_timeout_seconds,
+                lock_timeout_seconds=self._config.lock_timeout_seconds,
                 progress=self._stop.check,
             )
         self._metrics.pulled(report)
@@ -227,7 +233,7 @@ def parse_pull_request(body: bytes, roots: Sequence[Path]) -> PullRequest:
     try:
         values = parse_json_object(body, file="body", error=FormatError, what="the request body")
     except FormatError as err:
-        raise RequestError(400, str(err)) from err
+        raise RequestError(400, err.message) from err
     local = _parse_folder(values, "local_checkpoint_dir", roots)
     source = _parse_folder(values, "source_dir", roots)
     target = values.get("target_version")

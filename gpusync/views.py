@@ -49,7 +49,11 @@ def show_stages(title: str, stages: StageTimes) -> None:
     """Print seconds and bytes per stage; a stage that only counts bytes is shown too."""
     names = dict.fromkeys([*stages.seconds, *stages.bytes])
     rows = [
-        (name, stages.seconds.get(name, 0.0), human_bytes(stages.bytes.get(name, 0)))
+        (
+            name,
+            stages.seconds.get(name, 0.0),
+            human_bytes(stages.bytes[name]) if name in stages.bytes else None,
+        )
         for name in names
     ]
     print_table(title, ("stage", "seconds", "bytes"), rows)
@@ -91,7 +95,7 @@ def show_verify(report: VerifyReport, message: str) -> None:
     )
     if report.bad:
         print_table(
-            "bad tensors",
+            "bad tensors" if not report.repaired else "tensors that were bad, rebuilt now",
             ("file", "tensor", "expected", "got"),
             [(bad.file, bad.tensor, bad.expected, bad.got) for bad in report.bad],
         )
@@ -141,20 +145,32 @@ def show_demo(result: DemoResult) -> None:
                 update.pause_seconds,
                 update.finish_seconds,
                 step.reload_seconds,
-                f"{update.pause_seconds / step.reload_seconds:.0%}",
             )
         )
-    columns = ("version", "read", "publish", "prepare", "pause", "finish", "reload", "pause %")
-    title = "seconds per version; reload: load from page cache and copy; pause %: of the reload"
-    print_table(title, columns, rows)
-    last = result.steps[-1].update
-    show_stages(f"live model, stages of version {last.to_version}", last.stages)
-    if last.pull is not None:
-        show_stages(f"local checkpoint, stages of version {last.to_version}", last.pull.stages)
-    healed = result.healed
+    print_line("")
+    columns = ("version", "delta", "publish", "prepare", "pause", "finish", "full reload")
+    print_table("bytes and seconds per version", columns, rows)
     print_line(
-        f"second host: killed in {result.killed_at}; its next pull: recovered {healed.recovered}, "
-        f"version {healed.to_version} in {healed.seconds:.2f} s, equal byte for byte"
+        f"pause {result.pause_seconds * 1000:.1f} ms, against {result.reload_seconds * 1000:.1f} ms for a full reload "
+        f"from the page cache (best of 3): {result.pause_seconds / result.reload_seconds:.0%} "
+        "(medians; version 1 is the warm-up)"
+    )
+    last = result.steps[-1].update
+    print_line("")
+    show_stages(f"live model: stages of preparing version {last.to_version}", last.stages)
+    if last.pull is not None:
+        print_line("")
+        show_stages(f"local checkpoint: stages of version {last.to_version}", last.pull.stages)
+    print_line("")
+    healed = result.healed
+    left = "resumed" if healed.recovered == "resumed" else "cleared away"
+    print_line(
+        f"second host: killed (kill -9) half-way through its first pull, in {result.killed_at}; its next pull {left} "
+        f"what was left, and was at version {healed.to_version} in {healed.seconds:.2f} s"
+    )
+    print_line(
+        f"every byte compared and equal: live model, full reload and trainer after each of {len(result.steps)} "
+        "versions, and the healed host"
     )
 
 

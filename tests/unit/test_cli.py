@@ -58,6 +58,7 @@ def run_json(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> tuple[
         ["publish", "--base", "a", "--new", "b", "--source", "c", "--encoding", "zip"],
         ["serve", "--base-dir", "a", "--port", "70000"],
         ["doctor", "/no/such/folder"],
+        ["warmup", "--device", "tpu"],
     ],
 )
 def test_usage_errors_exit_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,6 +111,20 @@ def test_pull_applies_then_has_nothing_to_do(
     driver.check_at(stream, 2)
     assert cli.main(pull_arguments(stream, 2)) == 0
     assert "nothing to do" in capsys.readouterr().out
+
+
+def test_pull_needs_a_base_only_where_the_folder_is_seeded_from_it(
+    stream: wire.Stream, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stream.delta()
+    stream.delta()
+    without_base = ["pull", "--local", str(stream.local), "--source", str(stream.source)]
+    code, document = run_json(capsys, [*without_base, "--target", "1"])
+    assert (code, document["error"]) == (4, "ChainError")
+    assert "base" in document["message"]
+    assert cli.main(pull_arguments(stream, 1)) == 0
+    assert cli.main([*without_base, "--target", "2"]) == 0
+    driver.check_at(stream, 2)
 
 
 def test_pull_shows_stages_to_people(
@@ -262,6 +277,7 @@ def test_publish_refuses_a_base_that_is_not_the_last_version(
         capsys, arguments
     )  # the base is version 0 still, the last version is 1
     assert code == 4, document
+    assert "to publish" in document["what_to_do"]
     assert not stream.folder(2).exists()
 
 
@@ -303,6 +319,8 @@ def test_demo_verifies_and_ends_with_one_json_line(
     assert document["device"] == "cpu"
     assert len(document["steps"]) == 5
     assert document["killed_at"]
+    assert document["pause_seconds"] > 0
+    assert document["reload_seconds"] > 0
     assert document["healed"]["to_version"] == 5
     assert (kept / "source" / "weight_v000005").is_dir()
     code, document = run_json(capsys, ["demo", "--keep", str(kept)])

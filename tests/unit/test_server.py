@@ -428,6 +428,26 @@ def test_serve_takes_token_and_roots_from_the_command_line(
     driver.check_at(stream, 1)
 
 
+def test_the_command_line_gives_the_timeouts_to_every_pull(stream: wire.Stream) -> None:
+    stream.hide(2)
+    options = ("--visibility-timeout", "60", "--lock-timeout", "0.2")
+    with (
+        served(stream, *options) as (_, url),
+        httpx.Client(base_url=url, timeout=60, trust_env=False) as client,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        early = pool.submit(
+            httpx.post, f"{url}/pull_weights", json=body(stream, 2), timeout=60, trust_env=False
+        )
+        lock = stream.local / ".weight_sync" / "lock"
+        wait_for(lambda: lock.exists() and lock.stat().st_size > 0)  # the holder's pid is in it
+        other = client.post("/pull_weights", json=body(stream, 1))
+        assert other.json()["error"] == "LockTimeoutError"
+        assert not early.done()
+        stream.show(2)
+        assert early.result().json()["to_version"] == 2
+
+
 def test_a_port_that_is_taken_is_a_usage_error(stream: wire.Stream) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
