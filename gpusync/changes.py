@@ -58,6 +58,11 @@ class ListBudget:
                     budget_bytes=self._cap_bytes,
                 )
 
+    def give_back(self, nbytes: int) -> None:
+        """Count ``nbytes`` less."""
+        with self._lock:
+            self.used_bytes -= nbytes
+
 
 @dataclass(frozen=True)
 class RegionChanges:
@@ -132,6 +137,14 @@ class ChangeList:
         self._value: list[Words] = []
         self._seen: list[Words] = []
         self._tail = 0
+        self._taken_bytes = 0
+
+    def restart(self) -> None:
+        """Drop what was collected: the pieces come again from the first."""
+        self._budget.give_back(self._taken_bytes)
+        self._wide, self._wide_count, self._sum = [], 0, 0
+        self._index, self._value, self._seen = [], [], []
+        self._tail, self._taken_bytes = 0, 0
 
     def collect(self, diff: Bytes, live: Bytes, offset: int) -> None:
         """Add what changes in one piece.
@@ -201,6 +214,7 @@ class ChangeList:
         _check_sum(int(np.add.reduce(words, dtype=np.uint64)), value)
         index: Index = ((places.take(chosen >> 2) << 2) + (chosen & 3)).astype(self._index_type)
         self._budget.take(index.nbytes + value.nbytes)
+        self._taken_bytes += index.nbytes + value.nbytes
         self._index.append(index)
         self._value.append(value)
         self._seen.append(live.take(chosen))
@@ -239,12 +253,17 @@ class LiveSink:
         holds_delta: bool,
     ) -> None:
         self._live = live
-        self._hashers = {algorithm: new_hasher(algorithm) for algorithm in algorithms}
+        self._algorithms = tuple(algorithms)
+        self._hashers = {algorithm: new_hasher(algorithm) for algorithm in self._algorithms}
         self._changes = changes
         self._holds_delta = holds_delta
+        self._written = 0
 
     def write(self, piece: Bytes, offset: int) -> None:
         """Take one piece; ``offset`` is a multiple of 8."""
+        if offset == 0 and self._written:
+            self._restart()
+        self._written += piece.size
         live = self._live[offset : offset + piece.size]
         other = np.bitwise_xor(piece, live, out=_scratch.bytes(piece.size))
         new, diff = (other, piece) if self._holds_delta else (piece, other)
@@ -260,6 +279,12 @@ class LiveSink:
     def finish(self) -> list[RegionChanges]:
         """Return the finished change list; empty for a second name."""
         return self._changes.finish() if self._changes is not None else []
+
+    def _restart(self) -> None:
+        self._hashers = {algorithm: new_hasher(algorithm) for algorithm in self._algorithms}
+        self._written = 0
+        if self._changes is not None:
+            self._changes.restart()
 
 
 class _Scratch(threading.local):

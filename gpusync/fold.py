@@ -48,7 +48,11 @@ class Origin(Protocol):
 
 
 class Sink(Protocol):
-    """Receives a tensor's new bytes, in order; ``piece`` is reused after the call returns."""
+    """Receives a tensor's new bytes, in order; ``piece`` is reused after the call returns.
+
+    A fold that meets a frame whose window needs a decoder of its own starts over: then the pieces come again from
+    offset 0, and those before are void.
+    """
 
     def write(self, piece: Bytes, offset: int) -> None: ...
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import subprocess
@@ -14,7 +15,8 @@ import pytest
 import torch
 from torch import nn
 
-from gpusync import fsio
+import gpusync
+from gpusync import fold, fsio
 from gpusync.checkpoint import FolderPaths
 from gpusync.errors import CheckpointIOError, PlacementError
 from gpusync.files import FileChangedError, OpenFiles
@@ -22,7 +24,8 @@ from gpusync.lock import FolderLock
 from gpusync.marker import Marker, _seal, parse_marker
 from gpusync.placement import place_by_name
 from gpusync.swap import Journal, read_journal, recover
-from tests import wire
+from tests import live, wire
+from tests.driver import model_at, open_chain
 
 
 @pytest.fixture
@@ -83,6 +86,29 @@ def test_a_stamp_that_an_open_file_does_not_have_opens_it_afresh(tmp_path: Path)
         os.replace(tmp_path / "new", path)
         files.read_into(path, buffer, 0, others.stamp(path))
         assert bytes(buffer) == b"new bytes"
+
+
+# ---- folding -------------------------------------------------------------------------------------------
+
+
+def test_a_window_that_needs_a_decoder_of_its_own_late_in_a_blob_starts_the_lists_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The digests and the change list of a live tensor must not count the pieces before it twice."""
+    nbytes, small = 4 << 20, 256 << 10
+    layout = (wire.Row(wire.FIRST, "big.weight", "U8", (nbytes,), nbytes),)
+    stream = wire.Stream(tmp_path / "stream", layout)
+    new = stream.changed(["big.weight"], stream.states[0], nbytes)
+    payload = wire.encode("xor", stream.states[0]["big.weight"], new["big.weight"])
+    cuts = [*range(0, 3 << 20, small), 3 << 20, len(payload)]
+    blob = b"".join(wire.compress(payload[a:b]) for a, b in itertools.pairwise(cuts))
+    stream.delta(new=new, bend=wire.Bend(blob={"big.weight": blob}))
+    monkeypatch.setattr(fold, "_SHARED_WINDOW", small)
+    chain = open_chain(stream, 1, checkpoint=None)
+    model = model_at(stream, 0)
+    report = gpusync.apply_to_model(model, chain, write_back="none")
+    assert live.bytes_of(model) == new
+    assert report.change_list_bytes == nbytes // 2 * 6
 
 
 # ---- marker, journal, lock -----------------------------------------------------------------------------
