@@ -11,7 +11,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from gpusync.config import Settings
-from gpusync.errors import GpuSyncError, SourceNotReadyError
+from gpusync.digest import new_hasher
+from gpusync.errors import CheckpointError, FrameFormatError, GpuSyncError, SourceNotReadyError
 from gpusync.files import OpenFiles
 from gpusync.frames import FrameWalker, Where
 from gpusync.layout import Layout, read_layout
@@ -80,6 +81,8 @@ def survey(
 ) -> Survey:
     """Open every visible version, walk every blob's frames, and say how the versions hang together.
 
+    Blobs are held against the manifest's digests, where there is one; nothing is decompressed.
+
     Parameters
     ----------
     source_dir
@@ -101,8 +104,7 @@ def survey(
     marker = None
     if checkpoint is not None:
         marker = read_marker(Path(checkpoint))
-        with OpenFiles(settings.max_open_files, settings.source_retries) as files:
-            layout = read_layout(Path(checkpoint), files, settings)
+        layout = _read_checkpoint(Path(checkpoint), settings)
     with closing(Source(source_dir, settings)) as source:
         rows = [
             _survey_version(source, version, layout, progress)
@@ -120,6 +122,16 @@ def survey(
         newest_ready=max(ready, default=applied),
         gaps=_missing(rows),
     )
+
+
+def _read_checkpoint(folder: Path, settings: Settings) -> Layout:
+    try:
+        with OpenFiles(settings.max_open_files, settings.source_retries) as files:
+            return read_layout(folder, files, settings)
+    except SourceNotReadyError as err:
+        raise CheckpointError(
+            f"the checkpoint cannot be read: {err.message}", file=str(folder)
+        ) from err
 
 
 def _survey_version(
@@ -200,11 +212,13 @@ class _Teller:
 def _count_frames(
     source: Source, found: SourceVersion, name: str, layout: Layout | None, tell: _Teller
 ) -> int:
-    """Walk one blob in bounded steps; return its number of content frames."""
+    """Walk one blob in bounded steps, and check its digest; return its number of content frames."""
     shard, entry = found.blob(name)
     file = shard.path.name
     begin = shard.header.data_offset + entry.begin
     dense = found.index is not None and found.index.encoding == "xor"
+    stated = found.manifest.tensors.get(name) if found.manifest is not None else None
+    hasher = new_hasher("xxh3-128")
     frames: list[int] = []
 
     def count(frame: Frame) -> None:
@@ -221,8 +235,19 @@ def _count_frames(
         piece = buffer[: min(_STEP_BYTES, entry.nbytes - offset)]
         _read(source, found, shard.path, piece, begin + offset)
         walker.feed(piece)
+        hasher.update(piece)
         tell.read(len(piece))
     walker.finish()
+    got = hasher.digest().hex
+    if stated is not None and got != stated.blob_digest:
+        raise FrameFormatError(
+            "the blob is not the one that the manifest describes",
+            version=found.version,
+            file=file,
+            tensor=name,
+            expected=stated.blob_digest,
+            got=got,
+        )
     return len(frames)
 
 

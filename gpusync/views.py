@@ -61,6 +61,9 @@ def show_stages(title: str, stages: StageTimes) -> None:
 
 def show_survey(found: Survey) -> None:
     """Print the versions of a source folder and how they hang together."""
+    if not found.versions:
+        print_line(f"no versions in {found.source_dir}")
+        return
     print_table(
         found.source_dir,
         (

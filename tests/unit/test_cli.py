@@ -223,6 +223,32 @@ def test_inspect_of_an_absent_folder_exits_with_3(
     assert code == 3
 
 
+def test_inspect_with_an_absent_checkpoint_exits_with_5(
+    stream: wire.Stream, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stream.delta()
+    arguments = ["inspect", str(stream.source), "--checkpoint", str(stream.local)]
+    code, document = run_json(capsys, arguments)
+    assert (code, document["error"]) == (5, "CheckpointError")
+
+
+def test_inspect_holds_blobs_against_the_manifest(
+    stream: wire.Stream, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["inspect", str(stream.base)]) == 0
+    assert "no versions" in capsys.readouterr().out
+    new = tmp_path / "new"
+    stream.write_checkpoint(new, stream.changed(("a.weight",), stream.states[0]))
+    arguments = ["publish", "--base", str(stream.base), "--new", str(new)]
+    assert cli.main([*arguments, "--source", str(stream.source), "--encoding", "overwrite"]) == 0
+    capsys.readouterr()
+    wire.flip_tensor_byte(stream.folder(1), "a.weight", 16)
+    _, document = run_json(capsys, ["inspect", str(stream.source)])
+    (row,) = document["versions"]
+    assert row["state"] == "broken"
+    assert "manifest" in row["problem"]
+
+
 def test_verify_exits_with_4_until_repaired(
     stream: wire.Stream, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -379,10 +405,12 @@ def test_every_error_class_has_its_advice() -> None:
 
 
 def test_the_first_signal_asks_to_stop_at_a_safe_point(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
 ) -> None:
     stop = StopFlag()
-    before = signal.getsignal(signal.SIGINT)
+    # A shell starts background jobs with SIGINT ignored: the test brings its own handler.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     with console.stop_on_signals(stop), console.progress_shown(stop) as progress:
         progress(Progress("materialize", 1, 2))
         signal.raise_signal(signal.SIGINT)
@@ -390,7 +418,7 @@ def test_the_first_signal_asks_to_stop_at_a_safe_point(
             progress(Progress("materialize", 2, 2))
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is before
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert "safe point" in capsys.readouterr().err
 
 
