@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -12,6 +12,7 @@ import torch
 from gpusync.chain import Chain, start_layout
 from gpusync.changes import ListBudget
 from gpusync.errors import (
+    CheckpointError,
     DeviceError,
     MissingDependencyError,
     PlacementError,
@@ -26,6 +27,7 @@ from gpusync.live import (
     live_version,
     refuse_tracing,
     state_of,
+    take_lease,
 )
 from gpusync.marker import read_marker
 from gpusync.timing import StageClock
@@ -88,29 +90,24 @@ def prepare(
     if write_back not in ("sync", "background", "none"):
         raise DeviceError("write_back is not sync, background or none", got=write_back)
     mode: WriteBackMode = write_back if chain.checkpoint is not None else "none"
-    with clock.stage("attach"):
-        state = state_of(model) or attach_first(model, chain)
-    if state.active is not None and state.active() is not None:
-        raise PlacementError("an update of this model is prepared; commit or discard it first")
-    plan = _plan(model, state, chain)
-    disk = None
-    if mode == "sync" and chain.checkpoint is not None:
-        disk = WriteBack(chain, chain.checkpoint, durable=durable, progress=progress)
     cap = scratch_bytes if scratch_bytes is not None else chain.settings.change_list_bytes
-    prepared = _prepare_both(plan, disk, chain, ListBudget(cap), progress, clock)
-    update = Update(
-        model,
-        state,
-        chain,
-        plan,
-        prepared,
-        disk,
-        _first_report(state, chain, plan, prepared, mode, clock),
-        clock,
-        durable,
-    )
-    state.active = weakref.ref(update)
-    return update
+    state_of(model)
+    lease = take_lease(model)
+    try:
+        with clock.stage("attach"):
+            state = state_of(model) or attach_first(model, chain)
+        plan = _plan(model, state, chain)
+        stands_at = _disk_version(chain)
+        disk = None
+        if mode == "sync" and chain.checkpoint is not None:
+            disk = WriteBack(chain, chain.checkpoint, durable=durable, progress=progress)
+        prepared = _prepare_both(plan, disk, chain, ListBudget(cap), progress, clock)
+        report = _first_report(state, chain, plan, prepared, mode, clock)
+        report = replace(report, disk_version=stands_at)
+        return Update(model, state, chain, plan, prepared, disk, report, clock, durable, lease)
+    except BaseException:
+        lease.give_back()
+        raise
 
 
 def apply_to_model(
@@ -228,8 +225,18 @@ def _prepare_both(
             if disk is not None and staging is not None:
                 disk.stop()
                 wait([staging])
-                disk.discard()
+                try:
+                    disk.discard()
+                except (
+                    CheckpointError
+                ) as err:  # the next pull clears it; why prepare failed matters more
+                    log.warning("staging_left reason=%s", err)
             raise
+
+
+def _disk_version(chain: Chain) -> int | None:
+    found = read_marker(chain.checkpoint).marker if chain.checkpoint is not None else None
+    return found.version if found is not None else None
 
 
 def _first_report(
@@ -245,14 +252,12 @@ def _first_report(
     unchanged: Literal["unchanged", "stale"] = (
         "unchanged" if chain.target_version == version else "stale"
     )
-    found = read_marker(chain.checkpoint).marker if chain.checkpoint is not None else None
     route = plan.route if plan is not None else None
     return UpdateReport(
         outcome=unchanged if plan is None else "reset" if chain.target_version == 0 else "applied",
         from_version=version,
         to_version=reached,
         target_version=chain.target_version,
-        disk_version=found.version if found is not None else None,
         device="cpu",
         write_back=mode,
         versions=tuple(delta.version for delta in route.deltas) if route is not None else (),

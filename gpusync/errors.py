@@ -69,9 +69,8 @@ class GpuSyncError(Exception):
         self.offset = offset
         self.expected = expected
         self.got = got
-        self._details = details
-        for key, value in details.items():
-            setattr(self, key, value)
+        self._details: dict[str, Any] = {}
+        self.noted(**details)
 
     def located(self, **where: Any) -> GpuSyncError:
         """Fill in those of ``FIELDS`` that are still None, and return self (for ``raise err.located(...)``)."""
@@ -79,6 +78,12 @@ class GpuSyncError(Exception):
             if getattr(self, key) is None:
                 setattr(self, key, value)
         return self
+
+    def noted(self, **details: Any) -> None:
+        """Keep further values, as if they had been given at first."""
+        self._details.update(details)
+        for key, value in details.items():
+            setattr(self, key, value)
 
     def to_dict(self) -> dict[str, Any]:
         """Return class name, message and every value that was given, for JSON."""

@@ -31,8 +31,6 @@ def commit(changes: Sequence[RegionChanges], workers: int) -> None:
     ModelPoisonedError
         Stores could not be taken back.
     """
-    if not all(region.sample_is_unchanged() for region in changes):
-        raise _changed()
     gathered: dict[_Part, Live] = {}
 
     def store(run: Sequence[_Part]) -> None:
@@ -46,6 +44,8 @@ def commit(changes: Sequence[RegionChanges], workers: int) -> None:
             region.store(part, places, words)
 
     try:
+        if not all(region.sample_is_unchanged() for region in changes):
+            raise _changed()
         run_parallel(store, _runs(changes, workers), workers)
     except BaseException as err:
         _take_back(changes, gathered, err)

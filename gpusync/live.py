@@ -6,9 +6,10 @@ A model's state is kept beside it, weakly: it goes when the model goes.
 from __future__ import annotations
 
 import os
+import threading
 import time
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,12 @@ from gpusync.errors import FormatError, ModelPoisonedError, PlacementError, Sour
 from gpusync.files import OpenFiles
 from gpusync.fold import Bytes, Fold, run_parallel
 from gpusync.layout import Layout, read_layout
-from gpusync.marker import Marker, read_marker
+from gpusync.marker import Marker, MarkerState, read_marker
 from gpusync.materialize import NOTHING_TO_FOLD, plan_tensor
 from gpusync.placement import Placement, Region, moved, place_by_name, refused
 from gpusync.types import AttachReport
+
+_ATTACH_ATTEMPTS = 3
 
 
 @dataclass
@@ -38,17 +41,47 @@ class LiveState:
         Version, fingerprint and history of the bytes in the model.
     placement
         None until a checkpoint's names are known (a chain without checkpoint or base names only what changes).
-    active
-        The update that holds the lease on the weights, if it is still alive.
     """
 
     identity: Marker
     placement: Placement | None = None
     poisoned: bool = False
-    active: weakref.ref[Any] | None = field(default=None)
+
+
+class Lease:
+    """The right to prove, read for an update, or change one model's weights; it ends with its holder."""
+
+    def __init__(self) -> None:
+        self.given_back = False
+
+    def give_back(self) -> None:
+        """Let the next one have it. Giving back again is fine."""
+        self.given_back = True
 
 
 _states: weakref.WeakKeyDictionary[torch.nn.Module, LiveState] = weakref.WeakKeyDictionary()
+_leases: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Lease]] = (
+    weakref.WeakKeyDictionary()
+)
+_leases_lock = threading.Lock()
+
+
+def take_lease(model: torch.nn.Module) -> Lease:
+    """Return the lease on a model's weights.
+
+    Raises
+    ------
+    PlacementError
+        An update of the model is being prepared, or is prepared.
+    """
+    with _leases_lock:
+        ref = _leases.get(model)
+        held = ref() if ref is not None else None
+        if held is not None and not held.given_back:
+            raise PlacementError("an update of this model is prepared; commit or discard it first")
+        lease = Lease()
+        _leases[model] = weakref.ref(lease)
+        return lease
 
 
 def live_version(model: torch.nn.Module) -> int | None:
@@ -103,19 +136,15 @@ def attach(
     """
     refuse_tracing(load_weights)
     start = time.monotonic()
-    folder = Path(os.path.abspath(checkpoint_dir))
-    settings = Settings.from_env()
-    with OpenFiles(settings.max_open_files, settings.source_retries) as files:
-        layout = read_layout(folder, files, settings)
-        placement = place_by_name(model, layout.entries())
-        prove(placement, layout, files, settings)
-    identity = _identity(folder, layout, version)
-    state = state_of(model)
-    if state is not None and state.active is not None and state.active() is not None:
-        raise PlacementError("an update of this model is prepared; commit or discard it first")
-    _states[model] = LiveState(identity, placement)
+    state_of(model)
+    lease = take_lease(model)
+    try:
+        state = _attach(model, Path(os.path.abspath(checkpoint_dir)), version)
+    finally:
+        lease.give_back()
+    placement = state.placement or Placement({}, ())
     return AttachReport(
-        version=identity.version,
+        version=state.identity.version,
         placed={name: region.live_names for name, region in placement.regions.items()},
         placed_bytes=placement.nbytes,
         unmanaged=placement.unmanaged,
@@ -126,7 +155,7 @@ def attach(
 def attach_first(model: torch.nn.Module, chain: Chain) -> LiveState:
     """Attach a model at its first update: to the local checkpoint it was loaded from, else to the base.
 
-    Without either the model is taken to hold version 0; then the digests of what changes are the only proof.
+    The caller holds the lease. Without either the model is taken to hold version 0; then the digests of what changes are the only proof.
 
     Raises
     ------
@@ -138,8 +167,7 @@ def attach_first(model: torch.nn.Module, chain: Chain) -> LiveState:
         if folder is None or (folder == chain.checkpoint and read_marker(folder).marker is None):
             continue
         try:
-            attach(model, folder)
-            return _states[model]
+            return _attach(model, folder, None)
         except (PlacementError, SourceNotReadyError, FormatError) as err:
             failures.append(err)
     if failures:
@@ -227,8 +255,39 @@ class _CompareSink:
             self.first_difference = offset + int(np.flatnonzero(piece != live)[0])
 
 
-def _identity(folder: Path, layout: Layout, version: int | None) -> Marker:
-    found = read_marker(folder)
+def _attach(model: torch.nn.Module, folder: Path, version: int | None) -> LiveState:
+    """Prove a model against a folder that stands still meanwhile.
+
+    Shards of one version under the marker of the next would give the model an identity that its bytes do not have.
+    """
+    for attempt in range(1, _ATTACH_ATTEMPTS + 1):
+        found = read_marker(folder)
+        try:
+            state = _proven(model, folder, found, version)
+        except (PlacementError, SourceNotReadyError, FormatError):
+            if attempt == _ATTACH_ATTEMPTS or read_marker(folder) == found:
+                raise
+            continue
+        if read_marker(folder) == found:
+            _states[model] = state
+            return state
+    raise SourceNotReadyError(
+        "the checkpoint was swapped each time it was read; attach again", file=str(folder)
+    )
+
+
+def _proven(
+    model: torch.nn.Module, folder: Path, found: MarkerState, version: int | None
+) -> LiveState:
+    settings = Settings.from_env()
+    with OpenFiles(settings.max_open_files, settings.source_retries) as files:
+        layout = read_layout(folder, files, settings)
+        placement = place_by_name(model, layout.entries())
+        prove(placement, layout, files, settings)
+    return LiveState(_identity(found, layout, version), placement)
+
+
+def _identity(found: MarkerState, layout: Layout, version: int | None) -> Marker:
     if (
         found.state == "ours"
         and found.marker is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 import weakref
@@ -15,12 +16,11 @@ from gpusync.errors import (
     CheckpointError,
     DeviceError,
     GpuSyncError,
-    ModelPoisonedError,
     PlacementError,
 )
 from gpusync.host import commit as commit_lists
 from gpusync.lists import LivePlan, Prepared
-from gpusync.live import LiveState
+from gpusync.live import Lease, LiveState
 from gpusync.marker import read_marker
 from gpusync.placement import moved, place_by_name
 from gpusync.timing import StageClock
@@ -50,7 +50,9 @@ class Update:
         report: UpdateReport,
         clock: StageClock,
         durable: bool,
+        lease: Lease,
     ) -> None:
+        self._lease = lease
         self._durable = durable
         self._model = weakref.ref(model)
         self._state = state
@@ -80,19 +82,8 @@ class Update:
         """
         self._expect("prepared", "commit")
         start = time.monotonic()
-        try:
-            if self._plan is not None:
-                self._check_still_there(self._plan)
-                commit_lists(self._prepared.changes, self._chain.settings.workers)
-        except ModelPoisonedError:
-            self._phase = "poisoned"
-            self._state.poisoned = True
-            raise
-        except BaseException:
-            self.discard()
-            raise
         if self._plan is not None:
-            self._state.identity = self._plan.identity_after
+            self._store(self._plan)
         self._release()
         self._phase = "committed"
         self._report = replace(self._report, pause_seconds=time.monotonic() - start)
@@ -121,8 +112,17 @@ class Update:
                 report = replace(report, pull=pulled, disk_version=pulled.to_version)
             elif report.write_back == "background" and self._chain.checkpoint is not None:
                 submit(self._chain, self._chain.checkpoint, durable=self._durable, progress=None)
+        except CheckpointError as err:
+            err.noted(**self._standing())
+            raise
         except GpuSyncError as err:
-            raise self._behind(err) from err
+            raise CheckpointError(
+                f"the live weights are new, and the local checkpoint could not follow: {err}",
+                version=err.version,
+                file=err.file,
+                tensor=err.tensor,
+                **self._standing(),
+            ) from err
         self._phase = "finished"
         self._report = replace(
             report, finish_seconds=time.monotonic() - start, stages=self._clock.times()
@@ -150,6 +150,32 @@ class Update:
         if self._phase == "prepared":
             self.discard()
 
+    def _store(self, plan: LivePlan) -> None:
+        """Store the lists and take the new identity, or end the update as discarded or poisoned."""
+        try:
+            self._check_still_there(plan)
+        except BaseException:
+            self._abandon()
+            raise
+        try:
+            commit_lists(self._prepared.changes, self._chain.settings.workers)
+            self._state.identity = plan.identity_after
+        except (PlacementError, DeviceError):
+            self._abandon()
+            raise
+        except BaseException:
+            # Not "taken back": an interrupt that arrives after the last store is no different from one before.
+            self._phase = "poisoned"
+            self._state.poisoned = True
+            raise
+
+    def _abandon(self) -> None:
+        """Discard within a failing commit: in the pause nothing waits, and nothing hides why it failed."""
+        try:
+            self.discard()
+        except CheckpointError as err:
+            log.warning("staging_left reason=%s", err)
+
     def _check_still_there(self, plan: LivePlan) -> None:
         model = self._model()
         if model is None:
@@ -163,23 +189,17 @@ class Update:
 
     def _release(self) -> None:
         self._prepared = Prepared()
-        self._state.active = None
+        self._lease.give_back()
 
     def _expect(self, phase: str, verb: str) -> None:
         if self._phase != phase:
             raise DeviceError(f"cannot {verb} an update that is {self._phase}")
 
-    def _behind(self, err: GpuSyncError) -> GpuSyncError:
-        """The error for a folder that did not follow, with where both sides stand."""
-        live, disk = self._state.identity.version, None
+    def _standing(self) -> dict[str, int | None]:
+        """Where both sides stand, for the error of a folder that did not follow."""
+        disk = None
         if self._chain.checkpoint is not None:
-            found = read_marker(self._chain.checkpoint).marker
-            disk = found.version if found is not None else None
-        if isinstance(err, CheckpointError):
-            err.live_version, err.disk_version = live, disk
-            return err
-        return CheckpointError(
-            f"live weights are at version {live}, the local checkpoint could not follow: {err}",
-            live_version=live,
-            disk_version=disk,
-        )
+            with contextlib.suppress(CheckpointError):  # the error at hand says more
+                found = read_marker(self._chain.checkpoint).marker
+                disk = found.version if found is not None else None
+        return {"live_version": self._state.identity.version, "disk_version": disk}

@@ -14,8 +14,9 @@ from gpusync.advance import Staged
 from gpusync.chain import Chain
 from gpusync.checkpoint import local_errors
 from gpusync.disk import FolderUpdate, open_folder, pull
-from gpusync.errors import CheckpointError
+from gpusync.errors import CheckpointError, LockTimeoutError
 from gpusync.lock import FolderLock
+from gpusync.marker import read_marker
 from gpusync.timing import StageClock
 from gpusync.types import Progress, ProgressCallback, PullReport
 
@@ -69,7 +70,7 @@ class WriteBack:
         GpuSyncError
             The folder stands at its old version, or (CheckpointIOError within the swap) the next pull resumes.
         """
-        if self._done is not None:
+        if self._done is not None and self._stands_at(self._done.to_version):
             return self._done
         if self._staged is not None:
             update, staged = self._staged
@@ -89,12 +90,25 @@ class WriteBack:
             self._progress(event)
 
     def discard(self) -> None:
-        """Remove what was staged."""
+        """Remove what was staged. Never waits: whoever holds the lock now clears staging, or has done so.
+
+        Raises
+        ------
+        CheckpointIOError
+            The local disk failed. What is left is cleared by the next pull.
+        """
         if self._staged is None:
             return
-        with FolderLock(self._folder, _LOCK_TIMEOUT_SECONDS), local_errors("discard", self._folder):
-            self._staged[1].discard()
-        self._staged = None
+        staged, self._staged = self._staged[1], None
+        try:
+            with FolderLock(self._folder, 0.0), local_errors("discard", self._folder):
+                staged.discard()
+        except LockTimeoutError:
+            log.info("discard_left_to_lock_holder folder=%s", self._folder)
+
+    def _stands_at(self, version: int) -> bool:
+        found = read_marker(self._folder).marker
+        return found is not None and found.version == version
 
 
 def pull_for(

@@ -6,8 +6,11 @@ import errno
 import itertools
 import json
 import os
+import pickle
+import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +20,17 @@ from torch import nn
 
 import gpusync
 from gpusync import fold, fsio
+from gpusync import live as live_module
+from gpusync import update as update_module
 from gpusync.checkpoint import FolderPaths
-from gpusync.errors import CheckpointIOError, PlacementError
+from gpusync.errors import CheckpointIOError, ModelPoisonedError, PlacementError
 from gpusync.files import FileChangedError, OpenFiles
 from gpusync.lock import FolderLock
 from gpusync.marker import Marker, _seal, parse_marker
 from gpusync.placement import place_by_name
 from gpusync.swap import Journal, read_journal, recover
 from tests import live, wire
-from tests.driver import model_at, open_chain
+from tests.driver import check_at, model_at, open_chain, pull
 
 
 @pytest.fixture
@@ -191,3 +196,147 @@ def test_a_process_forked_under_the_lock_does_not_keep_it(tmp_path: Path) -> Non
     assert done.stdout.strip() == "free", done.stderr
     with FolderLock(tmp_path, 0.0):
         pass
+
+
+# ---- live updates --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two(stream: wire.Stream) -> wire.Stream:
+    """A host at version 1, with version 2 published."""
+    stream.delta()
+    pull(stream, 1)
+    stream.delta()
+    return stream
+
+
+def test_a_second_prepare_is_refused_while_the_first_still_reads(two: wire.Stream) -> None:
+    model = model_at(two, 1)
+    refusals = []
+
+    def again(event: gpusync.Progress) -> None:
+        if event.stage == "decode" and not refusals:
+            with pytest.raises(PlacementError, match="is prepared") as caught:
+                gpusync.prepare(model, open_chain(two, 2), write_back="none")
+            refusals.append(caught.value)
+            with pytest.raises(PlacementError, match="is prepared"):
+                gpusync.attach(model, two.local)
+
+    report = gpusync.apply_to_model(model, open_chain(two, 2), write_back="none", progress=again)
+    assert refusals and report.to_version == 2
+    assert live.bytes_of(model) == two.states[2]
+
+
+def test_a_prepare_that_failed_gives_the_model_back(two: wire.Stream) -> None:
+    model = model_at(two, 1)
+
+    def fail(event: gpusync.Progress) -> None:
+        raise InterruptedError("enough")
+
+    with pytest.raises(InterruptedError) as kept:  # holds the frames that held the lease
+        gpusync.prepare(model, open_chain(two, 2), progress=fail)
+    gpusync.apply_to_model(model, open_chain(two, 2))
+    assert kept.value.args == ("enough",)
+    check_at(two, 2)
+
+
+def test_attach_does_not_take_the_marker_of_the_swap_that_came_between(
+    two: wire.Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shards were read at version 1; the marker says 2 by the time they are proven."""
+    model = model_at(two, 1)
+    real = live_module.prove
+
+    def prove(*arguments: Any) -> None:
+        real(*arguments)
+        pull(two, 2)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(live_module, "prove", prove)
+        with pytest.raises(PlacementError, match="live bytes differ"):
+            gpusync.attach(model, two.local)
+    assert gpusync.live_version(model) is None
+
+
+def test_a_refused_commit_does_not_wait_for_the_folder(two: wire.Stream) -> None:
+    model = model_at(two, 1)
+    update = gpusync.prepare(model, open_chain(two, 2))
+    with torch.no_grad():
+        model.get_parameter("a.weight").zero_()
+    start = time.monotonic()
+    with FolderLock(two.local, 0.0), pytest.raises(PlacementError, match="changed since"):
+        update.commit()
+    assert time.monotonic() - start < 5
+
+
+def test_an_interrupt_after_the_last_store_poisons_the_model(
+    two: wire.Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lists are live and the identity is not: an update on top must never start."""
+    model = model_at(two, 1)
+    update = gpusync.prepare(model, open_chain(two, 2))
+    real = update_module.commit_lists
+
+    def interrupted(*arguments: Any) -> None:
+        real(*arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(update_module, "commit_lists", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        update.commit()
+    assert gpusync.live_version(model) is None
+    with pytest.raises(ModelPoisonedError):
+        gpusync.prepare(model, open_chain(two, 2))
+
+
+def test_a_parameter_that_shrank_in_place_is_refused_as_such(two: wire.Stream) -> None:
+    model = model_at(two, 1)
+    gpusync.attach(model, two.local)
+    weight = model.get_parameter("a.weight")
+    weight.data = weight.data[:16]
+    with pytest.raises(PlacementError, match="shape"):
+        gpusync.prepare(model, open_chain(two, 2))
+
+
+@pytest.mark.parametrize("how", ["reset", "deleted"])
+def test_finish_looks_again_at_a_folder_that_stood_at_the_target(
+    two: wire.Stream, how: str
+) -> None:
+    model = model_at(two, 1)
+    gpusync.attach(model, two.local)
+    pull(two, 2)
+    update = gpusync.prepare(model, open_chain(two, 2))
+    update.commit()
+    if how == "reset":
+        pull(two, 0)
+    else:
+        shutil.rmtree(two.local)
+    assert update.finish().disk_version == 2
+    check_at(two, 2)
+
+
+@pytest.mark.parametrize("error", [errno.EACCES, errno.EIO])
+def test_finish_keeps_the_cause_and_says_where_both_sides_stand(
+    two: wire.Stream, monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
+    """A marker that cannot be read at all leaves finish nothing but to say so."""
+    model = model_at(two, 1)
+    update = gpusync.prepare(model, open_chain(two, 2))
+    update.commit()
+    real = fsio.open_regular
+
+    def fail(path: Path) -> int:
+        if path.name == "state.json":
+            raise OSError(error, os.strerror(error))
+        return real(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fsio, "open_regular", fail)
+        with pytest.raises(CheckpointIOError) as caught:
+            update.finish()
+    assert isinstance(caught.value.__cause__, OSError)
+    assert (caught.value.live_version, caught.value.disk_version) == (2, None)
+    assert caught.value.to_dict()["live_version"] == 2
+    assert pickle.loads(pickle.dumps(caught.value)).live_version == 2
+    assert update.finish().disk_version == 2
+    check_at(two, 2)
