@@ -16,6 +16,10 @@ if TYPE_CHECKING:  # the demo loads torch
     from gpusync.demo import DemoResult
 
 
+LARGE_NBYTES = 500_000_000
+"""Models from this size on outgrow the last cache of most CPUs."""
+
+
 def show_pull(report: PullReport) -> None:
     """Print what a pull did, and where its time went."""
     print_line(describe_pull(report))
@@ -158,6 +162,10 @@ def show_demo(result: DemoResult) -> None:
         f"from the page cache (best of 3): {result.pause_seconds / result.reload_seconds:.0%} "
         "(medians; version 1 is the warm-up)"
     )
+    if result.nbytes < LARGE_NBYTES:
+        print_line(
+            "a model this small reloads out of the CPU's cache; --megabytes 1000 is closer to a real one"
+        )
     last = result.steps[-1].update
     print_line("")
     show_stages(f"live model: stages of preparing version {last.to_version}", last.stages)
