@@ -58,7 +58,8 @@ class Staged:
     def is_current(self) -> bool:
         """True while the folder stands where it stood when this was staged, and nobody cleared staging."""
         owner = self.paths.staging / self.journal.after.id
-        return marker_token(self.paths.folder) == self.journal.before and fsio.exists(owner)
+        with local_errors("reading the marker", self.paths.folder):
+            return marker_token(self.paths.folder) == self.journal.before and fsio.exists(owner)
 
     def commit(self) -> None:
         """Steps 6 to 15: swap it in.
@@ -200,12 +201,13 @@ class Advance:
             outcome.healed.extend(self._suspects)
         for name, folder_of in sides.copies.items():
             copy_file(folder_of / name, self._paths.new_files / name)
-        self._chain.source.check_unchanged(route.versions)
-        self._chain.check_base_unchanged()
         if mode == "rolling":
             with self._clock.stage("spool", route.wire_nbytes):
                 spool_versions(route, self._paths)
                 reserve_rolling(self._paths, plans)
+        # After the spool, too: it must hold what the dry pass proved.
+        self._chain.source.check_unchanged(route.versions)
+        self._chain.check_base_unchanged()
         reached(Step.MATERIALIZED)
         journal = Journal(
             before=marker_token(self._paths.folder),

@@ -5,7 +5,6 @@ A :class:`gpusync.route.Route` is the answer for one starting point.
 
 from __future__ import annotations
 
-import operator
 import os
 import time
 from collections.abc import Callable
@@ -22,16 +21,17 @@ from gpusync.errors import (
     VersionConflictError,
 )
 from gpusync.hook import HookCall, PreReadHook
-from gpusync.layout import Layout, read_layout
+from gpusync.layout import Layout, absolute_path, is_unchanged, read_layout
 from gpusync.marker import Marker, read_marker
 from gpusync.route import (
     Route,
     check_base_fingerprint,
     check_order,
     check_run,
+    check_target,
     check_targets,
 )
-from gpusync.source import Source, SourceVersion, is_unchanged
+from gpusync.source import Source, SourceVersion
 from gpusync.types import Progress, ProgressCallback
 
 T = TypeVar("T")
@@ -253,7 +253,9 @@ def open_chain(
         HookCall(pre_read_hook, os.fspath(source_dir), target_version).run(
             settings.hook_timeout_seconds
         )
-    folder = Path(os.path.abspath(checkpoint)) if checkpoint is not None else None
+    folder = None
+    if checkpoint is not None:
+        folder = absolute_path(checkpoint, CheckpointError, "checkpoint")
     marker = read_marker(folder).marker if folder is not None else None
     base = resolve_base(folder, base_dir, marker, target_version)
     chain = Chain(source_dir, target_version, checkpoint=folder, base_dir=base, settings=settings)
@@ -263,25 +265,6 @@ def open_chain(
     if applied is None or chain.target_version > applied or chain.target_version == 0:
         wait_visible(lambda: _validate(chain, applied), visibility_timeout_seconds)
     return chain
-
-
-def check_target(target_version: int) -> int:
-    """Return the target as an int.
-
-    Raises
-    ------
-    ChainError
-        It is not an integer, or negative.
-    """
-    try:
-        if isinstance(target_version, bool):
-            raise TypeError("a bool is not a version")
-        target = operator.index(target_version)
-    except TypeError as err:
-        raise ChainError("target_version is not an integer", got=repr(target_version)) from err
-    if target < 0:
-        raise ChainError("target_version is negative", got=target_version)
-    return target
 
 
 def wait_visible(
@@ -324,7 +307,22 @@ def resolve_base(
         Base and local checkpoint are the same folder, and no other base was latched.
     """
     latched = Path(marker.base) if marker is not None and marker.base is not None else None
-    given = Path(os.path.abspath(base_dir)) if base_dir is not None else None
+    given = None
+    if base_dir is not None:
+        given = absolute_path(base_dir, SourceNotReadyError, "base_dir")
+    try:
+        return _choose_base(folder, given, latched, target_version)
+    except OSError as err:
+        raise SourceNotReadyError(
+            f"the base cannot be looked at: {err.strerror}; check its mount",
+            version=0,
+            file=err.filename,
+        ) from err
+
+
+def _choose_base(
+    folder: Path | None, given: Path | None, latched: Path | None, target_version: int
+) -> Path | None:
     if given is not None and folder is not None and _same_folder(folder, given):
         given = None
         if latched is None:

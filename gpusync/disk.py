@@ -11,11 +11,12 @@ from pathlib import Path
 
 from gpusync.advance import Advance, Staged, finish_rolling, fsync_checkpoint
 from gpusync.audit import Audit, Evidence, PublishedEvidence, TableEvidence, audit
-from gpusync.chain import Chain, check_target, resolve_base, wait_visible
+from gpusync.chain import Chain, resolve_base, wait_visible
 from gpusync.checkpoint import FolderPaths, LocalState, local_errors, read_state
 from gpusync.config import Settings
 from gpusync.errors import (
     ChainError,
+    CheckpointError,
     CheckpointIOError,
     FormatError,
     GpuSyncError,
@@ -24,8 +25,10 @@ from gpusync.errors import (
 from gpusync.files import OpenFiles
 from gpusync.fold import Fold
 from gpusync.hook import HookCall, PreReadHook
+from gpusync.layout import absolute_path
 from gpusync.lock import FolderLock
 from gpusync.marker import Marker, read_marker, write_marker
+from gpusync.route import check_target
 from gpusync.swap import Journal, Step, clean, reached, recover
 from gpusync.timing import StageClock
 from gpusync.types import Progress, ProgressCallback, PullReport
@@ -84,7 +87,7 @@ def pull(
     """
     settings = Settings.from_env()
     check_target(target_version)
-    folder = Path(os.path.abspath(local_checkpoint_dir))
+    folder = absolute_path(local_checkpoint_dir, CheckpointError, "local_checkpoint_dir")
     resolve_base(folder, base_dir, read_marker(folder).marker, target_version)
     clock = StageClock()
     lock = FolderLock(folder, lock_timeout_seconds, progress)

@@ -41,7 +41,7 @@ MANIFEST_NAME = "gpusync.manifest.json"
 _VERSION_DIR = re.compile(r"weight_v([0-9]{1,18})")
 _VERSION_TEXT = re.compile(r"[0-9]{1,18}")
 _XXH3_HEX = re.compile(r"[0-9a-fA-F]{32}")
-_MAX_VERSION = 10**18 - 1
+MAX_VERSION = 10**18 - 1
 _MAX_SHARD_NAME_BYTES = 255
 _SHARD_SUFFIX = ".safetensors"
 # Characters that some shell, file system or reader takes for a separator, or shows as one. NFKC finds the
@@ -221,7 +221,7 @@ def _version_of(value: object) -> int | None:
     """Return a version written as "000007" or 7, or None."""
     if isinstance(value, str) and _VERSION_TEXT.fullmatch(value):
         return int(value)
-    return value if type(value) is int and 0 <= value <= _MAX_VERSION else None
+    return value if type(value) is int and 0 <= value <= MAX_VERSION else None
 
 
 def _parse_version(values: dict[str, Any], key: str, least: int, file: str) -> int:

@@ -6,6 +6,7 @@ The same reader serves the local checkpoint, the base, and a published full vers
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from gpusync import fsio
 from gpusync.config import Settings
 from gpusync.errors import (
     FormatError,
+    GpuSyncError,
     HeaderFormatError,
     IndexFormatError,
     SourceNotReadyError,
@@ -91,6 +93,37 @@ def read_shard(
     except OSError as err:
         raise unreadable(err, path, version=version) from err
     return Shard(path, header, stamp)
+
+
+def is_unchanged(shard: Shard) -> bool:
+    """True while the file under a shard's name is the one that was validated."""
+    try:
+        info = fsio.stat_path(shard.path)
+    except OSError:
+        return False
+    return (info.st_ino, info.st_size, info.st_mtime_ns) == (
+        shard.stamp.inode,
+        shard.stamp.nbytes,
+        shard.stamp.mtime_ns,
+    )
+
+
+def absolute_path(path: str | os.PathLike[str], error: type[GpuSyncError], what: str) -> Path:
+    """Return a path given by a caller, made absolute.
+
+    Raises
+    ------
+    GpuSyncError
+        Of the class ``error``: no file system can have a path like that (a NUL, a lone surrogate).
+    """
+    folder = Path(os.path.abspath(path))
+    try:
+        possible = b"\0" not in os.fsencode(folder)
+    except UnicodeEncodeError:
+        possible = False
+    if not possible:
+        raise error(f"{what} is not a path", got=repr(os.fspath(path)))
+    return folder
 
 
 def unreadable(

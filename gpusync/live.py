@@ -22,7 +22,7 @@ from gpusync.digest import fingerprint
 from gpusync.errors import FormatError, ModelPoisonedError, PlacementError, SourceNotReadyError
 from gpusync.files import OpenFiles
 from gpusync.fold import Bytes, Fold, run_parallel
-from gpusync.layout import Layout, read_layout
+from gpusync.layout import Layout, absolute_path, read_layout
 from gpusync.marker import Marker, MarkerState, read_marker
 from gpusync.materialize import NOTHING_TO_FOLD, plan_tensor
 from gpusync.placement import Placement, Region, moved, place_by_name, refused
@@ -136,10 +136,11 @@ def attach(
     """
     refuse_tracing(load_weights)
     start = time.monotonic()
+    folder = absolute_path(checkpoint_dir, SourceNotReadyError, "checkpoint_dir")
     state_of(model)
     lease = take_lease(model)
     try:
-        state = _attach(model, Path(os.path.abspath(checkpoint_dir)), version)
+        state = _attach(model, folder, version)
     finally:
         lease.give_back()
     placement = state.placement or Placement({}, ())

@@ -16,6 +16,7 @@ from uuid import uuid4
 from gpusync import fsio
 from gpusync.digest import digest_of
 from gpusync.errors import CheckpointIOError
+from gpusync.index import MAX_VERSION
 
 STATE_DIR = ".weight_sync"
 MARKER_NAME = "state.json"
@@ -113,7 +114,7 @@ def parse_marker(raw: bytes) -> MarkerState:
     try:
         document = json.loads(raw)
         version = int(document["version"])
-        if isinstance(document["version"], bool | float) or not 0 <= version < 10**12:
+        if isinstance(document["version"], bool | float) or not 0 <= version <= MAX_VERSION:
             return MarkerState("damaged")
         if document.get("seal") == _seal({k: v for k, v in document.items() if k != "seal"}):
             return MarkerState("ours", _from_json(document, version))

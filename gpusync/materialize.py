@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import stat
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -54,6 +54,8 @@ class TensorPlan:
         The digest that the result must have; None where nobody published one (unchanged tensors of a seed).
     from_local
         The origin is the local checkpoint, whose bytes may have rotted.
+    managed
+        False for a copy that the index does not name: it is carried along, and the table is not about it.
     """
 
     name: str
@@ -64,6 +66,7 @@ class TensorPlan:
     blobs: tuple[BlobSource, ...] = ()
     expected: Digest | None = None
     from_local: bool = False
+    managed: bool = True
 
 
 @dataclass(frozen=True)
@@ -134,11 +137,13 @@ def plan_shards(
         tensors = tuple(
             plan_tensor(name, layout, route, files, known=known, from_local=local)
             if layout.file_of.get(name) == file
-            else _plan(name, shard, files, (), None, False)
+            else replace(_plan(name, shard, files, (), None, local), managed=False)
             for name in shard.header.entries
         )
         plans.append(
-            ShardPlan(file, shard.header.raw, shard.header.file_nbytes, _mode(shard), tensors)
+            ShardPlan(
+                file, shard.header.raw, shard.header.file_nbytes, _mode(shard, local), tensors
+            )
         )
     return tuple(plans)
 
@@ -229,7 +234,8 @@ class Materializer:
             return plan, digest, healed
 
         for plan, digest, healed in run_parallel(one, tensors, self._fold.workers):
-            outcome.table[plan.name] = digest.hex
+            if plan.managed:
+                outcome.table[plan.name] = digest.hex
             outcome.changed += bool(plan.blobs)
             outcome.copied += not plan.blobs
             if healed:
@@ -339,9 +345,14 @@ def _expected(name: str, blobs: tuple[BlobSource, ...], known: Mapping[str, str]
     return Digest(_TABLE_ALGORITHM, known[name]) if name in known else None
 
 
-def _mode(shard: Shard) -> int:
+def _mode(shard: Shard, local: bool) -> int:
     """Permission bits of the starting file, writable by its owner (another receiver patches in place)."""
-    return stat.S_IMODE(fsio.stat_path(shard.path).st_mode) | stat.S_IWUSR
+    try:
+        return stat.S_IMODE(fsio.stat_path(shard.path).st_mode) | stat.S_IWUSR
+    except OSError as err:
+        if local:
+            raise
+        raise unreadable(err, shard.path) from err
 
 
 def _groups(plans: Sequence[ShardPlan]) -> list[Sequence[ShardPlan]]:

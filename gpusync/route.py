@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import json
+import operator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from gpusync import fsio
-from gpusync.errors import BaseMismatchError, IndexFormatError, VersionConflictError
+from gpusync.errors import (
+    BaseMismatchError,
+    ChainError,
+    IndexFormatError,
+    SourceNotReadyError,
+    VersionConflictError,
+)
+from gpusync.index import MAX_VERSION
 from gpusync.layout import Layout
 from gpusync.source import SourceVersion
 
@@ -61,6 +69,29 @@ class Route:
                 f"adler32 is a weak digest, publish with xxh3-128: version(s) {', '.join(weak)}"
             )
         return notes
+
+
+def check_target(target_version: int) -> int:
+    """Return the target as an int.
+
+    Raises
+    ------
+    ChainError
+        It is not an integer, or negative.
+    SourceNotReadyError
+        No version folder can have that number.
+    """
+    try:
+        if isinstance(target_version, bool):
+            raise TypeError("a bool is not a version")
+        target = operator.index(target_version)
+    except TypeError as err:
+        raise ChainError("target_version is not an integer", got=repr(target_version)) from err
+    if target < 0:
+        raise ChainError("target_version is negative", got=hex(target))
+    if target > MAX_VERSION:
+        raise SourceNotReadyError(f"versions end at {MAX_VERSION}; this one is never published")
+    return target
 
 
 def check_order(route: Route) -> Route:

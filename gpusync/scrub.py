@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
-from pathlib import Path
 
 from gpusync.audit import Audit, audit
 from gpusync.chain import Chain, resolve_base
@@ -12,6 +10,7 @@ from gpusync.config import Settings
 from gpusync.disk import FolderUpdate, OpenedFolder, PathLike, find_evidence, open_folder
 from gpusync.errors import ChainError, CheckpointError
 from gpusync.fold import Fold
+from gpusync.layout import absolute_path
 from gpusync.lock import FolderLock
 from gpusync.marker import read_marker
 from gpusync.timing import StageClock
@@ -49,7 +48,7 @@ def verify(
         Bad tensors cannot be rebuilt: versions are gone, or no source was given.
     """
     settings = Settings.from_env()
-    folder = Path(os.path.abspath(local_checkpoint_dir))
+    folder = absolute_path(local_checkpoint_dir, CheckpointError, "local_checkpoint_dir")
     if read_marker(folder).state == "absent" and not folder.is_dir():
         raise CheckpointError("there is no such folder", file=str(folder))
     clock = StageClock()

@@ -35,7 +35,15 @@ from gpusync.index import (
     parse_version_dir_name,
     version_dir_name,
 )
-from gpusync.layout import Layout, Shard, read_layout, read_shard, unreadable
+from gpusync.layout import (
+    Layout,
+    Shard,
+    absolute_path,
+    is_unchanged,
+    read_layout,
+    read_shard,
+    unreadable,
+)
 from gpusync.types import DeltaIndex, Digest, Manifest, TensorEntry
 
 log = logging.getLogger(__name__)
@@ -84,7 +92,7 @@ class Source:
     """The published versions under one folder. Use as a context manager; closing releases descriptors."""
 
     def __init__(self, source_dir: str | os.PathLike[str], settings: Settings) -> None:
-        self.path = Path(os.path.abspath(source_dir))
+        self.path = absolute_path(source_dir, SourceNotReadyError, "source_dir")
         self.settings = settings
         self.files = OpenFiles(settings.max_open_files, settings.source_retries)
 
@@ -132,15 +140,11 @@ class Source:
                 f"version {version} is not published (yet) in {self.path}; {self._diagnose(found)}",
                 version=version,
             )
-        folder = self.path / found[version]
         try:
-            return self._open(folder, version)
-        except OSError as err:
-            raise unreadable(err, folder, version=version) from err
-        except GpuSyncError as err:
-            if isinstance(err, SourceNotReadyError):
-                err.message += f"; {self._diagnose(found)}"
-            raise err.located(version=version) from err.__cause__
+            return self._open_at(self.path / found[version], version)
+        except SourceNotReadyError as err:
+            err.message += f"; {self._diagnose(found)}"
+            raise
 
     def open_aggregate(self) -> SourceVersion | None:
         """Return the ``aggregate`` folder as a delta from version 0, or None where there is none or it is torn.
@@ -185,9 +189,8 @@ class Source:
                 )
             for shard in known.shards.values():
                 self.files.forget(shard.path)
-            now = self._open(
-                known.path, None if known.path.name == AGGREGATE_NAME else known.version
-            )
+            is_aggregate = known.path.name == AGGREGATE_NAME
+            now = self._open_at(known.path, None if is_aggregate else known.version)
             if now.fingerprint != known.fingerprint:
                 raise VersionConflictError(
                     "the version was replaced while it was read; pull again",
@@ -200,6 +203,15 @@ class Source:
         self.files.close()
 
     # ---- one folder ------------------------------------------------------------------------------------
+
+    def _open_at(self, folder: Path, version: int | None) -> SourceVersion:
+        """``_open``, with the system's errors as typed ones that name the version."""
+        try:
+            return self._open(folder, version)
+        except OSError as err:
+            raise unreadable(err, folder, version=version) from err
+        except GpuSyncError as err:
+            raise err.located(version=version) from err.__cause__
 
     def _open(self, folder: Path, version: int | None) -> SourceVersion:
         self._check_inside(folder, "folder")
@@ -378,16 +390,3 @@ def _check_delta(index: DeltaIndex, shards: Mapping[str, Shard]) -> dict[str, Di
 
 def _is_stray(name: str, shards: Mapping[str, Shard]) -> bool:
     return ".safetensors" in name and name != INDEX_NAME and name not in shards
-
-
-def is_unchanged(shard: Shard) -> bool:
-    """True while the file under a shard's name is the one that was validated."""
-    try:
-        info = fsio.stat_path(shard.path)
-    except OSError:
-        return False
-    return (info.st_ino, info.st_size, info.st_mtime_ns) == (
-        shard.stamp.inode,
-        shard.stamp.nbytes,
-        shard.stamp.mtime_ns,
-    )

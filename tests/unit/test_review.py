@@ -19,11 +19,18 @@ import torch
 from torch import nn
 
 import gpusync
-from gpusync import fold, fsio
+from gpusync import advance, fold, fsio
 from gpusync import live as live_module
 from gpusync import update as update_module
 from gpusync.checkpoint import FolderPaths
-from gpusync.errors import CheckpointIOError, ModelPoisonedError, PlacementError
+from gpusync.errors import (
+    CheckpointError,
+    CheckpointIOError,
+    ModelPoisonedError,
+    PlacementError,
+    SourceNotReadyError,
+    VersionConflictError,
+)
 from gpusync.files import FileChangedError, OpenFiles
 from gpusync.lock import FolderLock
 from gpusync.marker import Marker, _seal, parse_marker
@@ -339,4 +346,120 @@ def test_finish_keeps_the_cause_and_says_where_both_sides_stand(
     assert caught.value.to_dict()["live_version"] == 2
     assert pickle.loads(pickle.dumps(caught.value)).live_version == 2
     assert update.finish().disk_version == 2
+    check_at(two, 2)
+
+
+# ---- the disk side -------------------------------------------------------------------------------------
+
+
+def test_a_stale_copy_that_the_index_does_not_name_stays_out_of_the_table(
+    tmp_path: Path,
+) -> None:
+    """Two shards of the base hold a tensor of one name; the table must be about the one that is updated."""
+    layout = (
+        wire.Row(wire.FIRST, "a.weight", "U8", (64,), 64),
+        wire.Row(wire.SECOND, "b.weight", "U8", (1 << 20,), 1 << 20),
+    )
+    stream = wire.Stream(tmp_path / "stream", layout)
+    state = stream.states[0]
+    rows = [
+        ("a.weight", "U8", (64,), state["a.weight"]),
+        ("b.weight", "U8", (8,), b"outdated"),
+    ]
+    (stream.base / wire.FIRST).write_bytes(wire.pack(rows, {"format": "pt"}))
+    for _ in range(3):
+        stream.delta(["a.weight"])
+        report = pull(stream, stream.last)
+        assert report.tensors_healed == ()
+        assert gpusync.verify(stream.local).ok
+    stream.delta(["b.weight"])
+    pull(stream, stream.last)
+    assert gpusync.verify(stream.local).ok
+    assert b"outdated" in (stream.local / wire.FIRST).read_bytes()
+
+
+def test_a_source_that_goes_bad_under_the_last_look_is_the_sources_error(
+    two: wire.Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chain = open_chain(two, 2)
+    for file in two.folder(2).glob("*.safetensors"):
+        os.utime(file, ns=(1, 1))
+    real = fsio.lstat
+
+    def fail(path: Path) -> os.stat_result:
+        if path == two.folder(2) / wire.INDEX:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return real(path)
+
+    known = chain.version(2)
+    with monkeypatch.context() as patch:
+        patch.setattr(fsio, "lstat", fail)
+        with pytest.raises(SourceNotReadyError) as caught:
+            chain.source.check_unchanged([known])
+    assert caught.value.version == 2
+
+
+def test_a_delta_replaced_while_it_is_spooled_is_noticed_before_the_marker_goes(
+    two: wire.Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GPUSYNC_SWAP", "rolling")
+    real = advance.spool_versions
+
+    def spool(*arguments: Any) -> None:
+        two.republish(2, ("a.weight", "s.scale", "b.lut"))
+        real(*arguments)
+
+    before = wire.snapshot(two.local)
+    with monkeypatch.context() as patch:
+        patch.setattr(advance, "spool_versions", spool)
+        with pytest.raises(VersionConflictError):
+            pull(two, 2)
+    assert wire.snapshot(two.local) == before
+
+
+@pytest.mark.parametrize("odd", ["x\0y", "x\ud800y"])
+def test_a_path_that_no_file_system_has_is_refused_by_whoever_it_was_for(
+    two: wire.Stream, odd: str
+) -> None:
+    with pytest.raises(CheckpointError):
+        gpusync.pull(odd, two.base, two.source, 2)
+    with pytest.raises(CheckpointError):
+        gpusync.verify(odd)
+    with pytest.raises(CheckpointError):
+        gpusync.open_chain(two.source, 2, checkpoint=odd)
+    with pytest.raises(SourceNotReadyError):
+        gpusync.pull(two.local, odd, two.source, 2)
+    with pytest.raises(SourceNotReadyError):
+        gpusync.pull(two.local, two.base, odd, 2)
+    with pytest.raises(SourceNotReadyError):
+        gpusync.attach(model_at(two, 1), odd)
+
+
+@pytest.mark.parametrize("target", [10**18, 10**5000], ids=["18 digits", "5000"])
+def test_a_target_that_no_folder_can_name_is_not_ready(two: wire.Stream, target: int) -> None:
+    with pytest.raises(SourceNotReadyError, match="versions end"):
+        pull(two, target)
+
+
+def test_a_marker_holds_whatever_version_a_folder_can_name() -> None:
+    version = 10**18 - 1
+    found = parse_marker(json.dumps(Marker(version, id="x").to_json()).encode())
+    assert found.state == "ours" and found.marker == Marker(version, id="x")
+
+
+def test_a_base_on_a_mount_that_went_stale_is_the_sources_error(
+    two: wire.Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.stat
+
+    def stale(path: Any, *arguments: Any, **options: Any) -> os.stat_result:
+        if str(path) == str(two.base):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return real(path, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", stale)
+        with pytest.raises(SourceNotReadyError, match="base"):
+            pull(two, 2)
+    pull(two, 2)
     check_at(two, 2)
