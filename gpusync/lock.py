@@ -44,7 +44,6 @@ class FolderLock:
         self._timeout_seconds = timeout_seconds
         self._fd = -1
         self._hook: HookCall | None = None
-        self.waited_seconds = 0.0
 
     def hold_until_returned(self, hook: HookCall) -> None:
         """Keep the lock past its ``with`` block until a hook that outlasted its timeout has returned."""
@@ -78,7 +77,6 @@ class FolderLock:
         except BaseException:
             fsio.close(self._fd)
             raise
-        self.waited_seconds = time.monotonic() - start
         return self
 
     def __exit__(
