@@ -196,6 +196,7 @@ class Advance:
                 outcome = work.write(plans, self._paths.new_files)
             else:
                 outcome = work.prove(plans)
+                outcome.written_bytes = sum(plan.nbytes for plan in plans)  # by the swap
                 self._refuse_healing(outcome)
         if route.start == "applied":
             outcome.healed.extend(self._suspects)

@@ -30,10 +30,10 @@ from gpusync.live import (
     take_lease,
 )
 from gpusync.marker import read_marker
-from gpusync.timing import StageClock
+from gpusync.timing import StageClock, one_at_a_time
 from gpusync.types import ProgressCallback, UpdateReport
 from gpusync.update import Update, WriteBackMode
-from gpusync.writeback import WriteBack
+from gpusync.writeback import WriteBack, take_error
 
 __all__ = ["Update", "apply_to_model", "attach", "live_version", "prepare", "warmup"]
 
@@ -90,6 +90,8 @@ def prepare(
     if write_back not in ("sync", "background", "none"):
         raise DeviceError("write_back is not sync, background or none", got=write_back)
     mode: WriteBackMode = write_back if chain.checkpoint is not None else "none"
+    if progress is not None:
+        progress = one_at_a_time(progress)
     cap = scratch_bytes if scratch_bytes is not None else chain.settings.change_list_bytes
     state_of(model)
     lease = take_lease(model)
@@ -103,7 +105,7 @@ def prepare(
             disk = WriteBack(chain, chain.checkpoint, durable=durable, progress=progress)
         prepared = _prepare_both(plan, disk, chain, ListBudget(cap), progress, clock)
         report = _first_report(state, chain, plan, prepared, mode, clock)
-        report = replace(report, disk_version=stands_at)
+        report = replace(report, disk_version=stands_at, notes=(*report.notes, *_earlier(chain)))
         return Update(model, state, chain, plan, prepared, disk, report, clock, durable, lease)
     except BaseException:
         lease.give_back()
@@ -237,6 +239,12 @@ def _prepare_both(
 def _disk_version(chain: Chain) -> int | None:
     found = read_marker(chain.checkpoint).marker if chain.checkpoint is not None else None
     return found.version if found is not None else None
+
+
+def _earlier(chain: Chain) -> list[str]:
+    """What a report should say of the folder's last background write-back."""
+    error = take_error(chain.checkpoint) if chain.checkpoint is not None else None
+    return [f"the last background write-back failed: {error}"] if error is not None else []
 
 
 def _first_report(

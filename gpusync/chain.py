@@ -88,7 +88,11 @@ class Chain:
         if self.base_dir is None:
             raise ChainError("version 0 is needed, and no base_dir was given", version=0)
         if self._base is None:
-            self._base = read_layout(self.base_dir, self.source.files, self.settings)
+            try:
+                self._base = read_layout(self.base_dir, self.source.files, self.settings)
+            except SourceNotReadyError as err:
+                err.message = f"the base checkpoint (base_dir) is not readable: {err.message}"
+                raise
         return self._base
 
     def check_base_unchanged(self) -> None:

@@ -70,6 +70,8 @@ class RegionChanges:
 
     Parameters
     ----------
+    tensor
+        The checkpoint's name for the region, for errors.
     live
         The region's even-sized body as 2-byte words, or its last odd byte alone.
     index, value
@@ -80,6 +82,7 @@ class RegionChanges:
         Every 512th live word as it was at prepare.
     """
 
+    tensor: str
     live: Live
     index: Index
     value: Live
@@ -120,13 +123,16 @@ class RegionChanges:
         places = self.places(part)
         self.live[places] = words
         if self.gather(part, places) is None:
-            raise ModelPoisonedError("the live words under a list are not what they were")
+            raise ModelPoisonedError(
+                "the live words under a list are not what they were", tensor=self.tensor
+            )
 
 
 class ChangeList:
     """One region's change list under construction. Live memory is only read."""
 
-    def __init__(self, live: Bytes, budget: ListBudget) -> None:
+    def __init__(self, tensor: str, live: Bytes, budget: ListBudget) -> None:
+        self._tensor = tensor
         self._live = live
         self._budget = budget
         self._index_type = np.uint32 if live.size // _WORD < 1 << 32 else np.uint64
@@ -176,10 +182,12 @@ class ChangeList:
         if self._index:
             words = self._live[: self._live.size & ~1].view(np.uint16)
             index, value = np.concatenate(self._index), np.concatenate(self._value)
-            made.append(_finished(words, index, value, np.concatenate(self._seen)))
+            made.append(_finished(self._tensor, words, index, value, np.concatenate(self._seen)))
         if self._tail:
             last, value_of_tail = self._live[-1:], np.array([self._tail], np.uint8)
-            made.append(_finished(last, np.zeros(1, np.uint32), value_of_tail, last.copy()))
+            made.append(
+                _finished(self._tensor, last, np.zeros(1, np.uint32), value_of_tail, last.copy())
+            )
         self._index, self._value, self._seen = [], [], []
         return made
 
@@ -213,11 +221,13 @@ class ChangeList:
         value: Words = words.take(chosen)
         _check_sum(int(np.add.reduce(words, dtype=np.uint64)), value)
         index: Index = ((places.take(chosen >> 2) << 2) + (chosen & 3)).astype(self._index_type)
-        self._budget.take(index.nbytes + value.nbytes)
-        self._taken_bytes += index.nbytes + value.nbytes
+        seen: Words = live.take(chosen)
+        nbytes = index.nbytes + value.nbytes + seen.nbytes
+        self._budget.take(nbytes)
+        self._taken_bytes += nbytes
         self._index.append(index)
         self._value.append(value)
-        self._seen.append(live.take(chosen))
+        self._seen.append(seen)
 
 
 @dataclass(frozen=True)
@@ -308,10 +318,10 @@ class _Scratch(threading.local):
 _scratch = _Scratch()
 
 
-def _finished(live: Live, index: Index, value: Live, seen: Live) -> RegionChanges:
+def _finished(tensor: str, live: Live, index: Index, value: Live, seen: Live) -> RegionChanges:
     count = -(-index.size // _ENTRIES_PER_PART)
     digests = tuple(_digest(seen[_span(part)]) for part in range(count))
-    return RegionChanges(live, index, value, digests, seen[::_SAMPLE_STEP].copy())
+    return RegionChanges(tensor, live, index, value, digests, seen[::_SAMPLE_STEP].copy())
 
 
 def _span(part: int) -> slice:

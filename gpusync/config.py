@@ -69,17 +69,17 @@ class Settings:
             try:
                 values[field.name] = kind(environ[name])
             except ValueError as err:
-                raise ValueError(f"{name}={environ[name]!r} is not a {kind.__name__}") from err
+                raise ValueError(f"{name}={environ[name]!r} is not a number") from err
         return cls(**values)  # type: ignore[arg-type]
 
     def __post_init__(self) -> None:
         if self.swap not in ("auto", "staged", "rolling"):
-            raise ValueError(f"swap is {self.swap!r}, not auto, staged or rolling")
+            raise ValueError(f"GPUSYNC_SWAP is {self.swap!r}, not auto, staged or rolling")
         if self.piece_bytes < 4096 or self.piece_bytes % 4096:
-            raise ValueError(f"piece_bytes is {self.piece_bytes}, not a positive multiple of 4096")
+            raise ValueError(f"GPUSYNC_PIECE_BYTES is {self.piece_bytes}, not a multiple of 4096")
         for name in ("threads", "source_retries", "reserve_bytes"):
             if getattr(self, name) < 0:
-                raise ValueError(f"{name} is negative")
+                raise ValueError(f"GPUSYNC_{name.upper()} is negative")
 
     @property
     def workers(self) -> int:

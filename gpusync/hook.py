@@ -78,7 +78,13 @@ class HookCall:
         SourceNotReadyError
             It raised (anything, SystemExit included; its traceback is in the message) or outlasted the timeout.
         """
-        threading.Thread(target=self._call, name="gpusync-pre-read-hook", daemon=True).start()
+        try:
+            threading.Thread(target=self._call, name="gpusync-pre-read-hook", daemon=True).start()
+        except RuntimeError as err:
+            self._returned.set()
+            raise SourceNotReadyError(
+                f"no thread for pre-read hook {self._name!r}: {err}", version=self._arguments[1]
+            ) from err
         deadline = time.monotonic() + timeout_seconds
         while not self._returned.wait(max(0.0, min(_POLL_SECONDS, deadline - time.monotonic()))):
             if progress is not None:

@@ -39,13 +39,14 @@ def commit(changes: Sequence[RegionChanges], workers: int) -> None:
             places = region.places(part)
             words = region.gather(part, places)
             if words is None:
-                raise _changed()
+                raise _changed(region)
             gathered[number, part] = words
             region.store(part, places, words)
 
     try:
-        if not all(region.sample_is_unchanged() for region in changes):
-            raise _changed()
+        for region in changes:
+            if not region.sample_is_unchanged():
+                raise _changed(region)
         run_parallel(store, _runs(changes, workers), workers)
     except BaseException as err:
         _take_back(changes, gathered, err)
@@ -63,9 +64,10 @@ def _runs(changes: Sequence[RegionChanges], workers: int) -> list[Sequence[_Part
     return [parts[start : start + size] for start in range(0, len(parts), size)]
 
 
-def _changed() -> PlacementError:
+def _changed(region: RegionChanges) -> PlacementError:
     return PlacementError(
-        "live weights changed since prepare; they are as they were, prepare again"
+        "live weights changed since prepare; they are as they were, prepare again",
+        tensor=region.tensor,
     )
 
 

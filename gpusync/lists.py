@@ -93,7 +93,7 @@ def prepare_lists(
         algorithms: set[Algorithm] = {"xxh3-128"} if len(names) > 1 else set()
         if tensor.expected is not None:
             algorithms.add(tensor.expected.algorithm)
-        changes = ChangeList(region.array, budget) if tensor.name == names[0] else None
+        changes = ChangeList(tensor.name, region.array, budget) if tensor.name == names[0] else None
         alone = isinstance(tensor.origin, ArrayOrigin) and all(blob.is_xor for blob in tensor.blobs)
         sink = LiveSink(region.array, algorithms, changes, holds_delta=alone)
         origin = None if alone else tensor.origin

@@ -70,6 +70,12 @@ def reserve_rolling(paths: FolderPaths, plans: Sequence[ShardPlan]) -> None:
     fd = fsio.create(paths.reserve)
     try:
         fsio.allocate(fd, nbytes)
+    except OSError as err:
+        free = fsio.free_bytes(paths.state)
+        raise OSError(
+            err.errno,
+            f"{err.strerror} ({nbytes} bytes needed to build the largest shard, {free} free)",
+        ) from err
     finally:
         fsio.close(fd)
 
@@ -114,6 +120,10 @@ def shard_builder(
     plans = {plan.file: plan for plan in plan_shards(layout, route, files, known=table)}
 
     def build(file: str) -> None:
+        if file not in plans:
+            raise CheckpointError(
+                "the spool does not hold what the journal of this swap promises", file=file
+            )
         fsio.make_dir(paths.new_files)
         fsio.unlink(paths.reserve)
         reserve_shards([plans[file]], paths.new_files)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from gpusync import fsio
 from gpusync.audit import Audit, audit
 from gpusync.chain import Chain, resolve_base
 from gpusync.config import Settings
@@ -12,7 +13,7 @@ from gpusync.errors import ChainError, CheckpointError
 from gpusync.fold import Fold
 from gpusync.layout import absolute_path
 from gpusync.lock import FolderLock
-from gpusync.marker import read_marker
+from gpusync.marker import STATE_DIR, read_marker
 from gpusync.timing import StageClock
 from gpusync.types import ProgressCallback, VerifyReport
 
@@ -51,6 +52,10 @@ def verify(
     folder = absolute_path(local_checkpoint_dir, CheckpointError, "local_checkpoint_dir")
     if read_marker(folder).state == "absent" and not folder.is_dir():
         raise CheckpointError("there is no such folder", file=str(folder))
+    if read_marker(folder).state == "absent" and not fsio.exists(folder / STATE_DIR):
+        raise CheckpointError(
+            "there is no local checkpoint here: the folder was never pulled into", file=str(folder)
+        )
     clock = StageClock()
     with FolderLock(folder, _LOCK_TIMEOUT_SECONDS, progress):
         opened = open_folder(folder, settings, progress)

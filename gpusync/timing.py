@@ -38,6 +38,17 @@ class StageClock:
         return StageTimes(dict(self._seconds), dict(self._bytes))
 
 
+def one_at_a_time(progress: ProgressCallback) -> ProgressCallback:
+    """Return a callback for several threads that lets one call through at a time."""
+    lock = threading.Lock()
+
+    def report(event: Progress) -> None:
+        with lock:
+            progress(event)
+
+    return report
+
+
 class Meter:
     """Counts bytes done in worker threads and reports them, one call at a time.
 

@@ -130,7 +130,7 @@ class _Worker:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.waiting: Callable[[], PullReport] | None = None
+        self.waiting: tuple[int, Callable[[], PullReport]] | None = None
         self.thread: threading.Thread | None = None
         self.error: Exception | None = None
 
@@ -142,9 +142,9 @@ class _Worker:
                     self.thread = None
                     return
             try:
-                request()
+                request[1]()
                 self.error = None
-            except Exception as err:  # reported by wait(), and the next update catches up
+            except Exception as err:  # told by take_error, and the next update catches up
                 log.exception("write_back_failed")
                 self.error = err
 
@@ -154,30 +154,30 @@ _workers_lock = threading.Lock()
 
 
 def submit(chain: Chain, folder: Path, *, durable: bool, progress: ProgressCallback | None) -> None:
-    """Have the folder follow in the background. A request that still waits is replaced: the newer one covers it."""
+    """Have the folder follow in the background.
+
+    A request that still waits is replaced by one for a later version, or for a reset: that one covers it.
+    """
+    target = chain.target_version
     with _workers_lock:
         worker = _workers.setdefault(folder, _Worker())
     with worker.lock:
-        worker.waiting = lambda: pull_for(chain, folder, durable=durable, progress=progress)
+        if worker.waiting is not None and 0 < target < worker.waiting[0]:
+            return
+        worker.waiting = (
+            target,
+            lambda: pull_for(chain, folder, durable=durable, progress=progress),
+        )
         if worker.thread is None:
             worker.thread = threading.Thread(target=worker.run, name="gpusync-write-back")
             worker.thread.start()
 
 
-def wait(folder: Path) -> None:
-    """Wait until the folder's background work is done.
-
-    Raises
-    ------
-    GpuSyncError
-        The last of it failed; live is ahead of disk, and the next update or pull catches up.
-    """
+def take_error(folder: Path) -> Exception | None:
+    """Return why the folder's last background write-back failed, once; None where it did not."""
     with _workers_lock:
         worker = _workers.get(folder)
     if worker is None:
-        return
-    thread = worker.thread
-    if thread is not None:
-        thread.join()
-    if worker.error is not None:
-        raise worker.error
+        return None
+    error, worker.error = worker.error, None
+    return error
