@@ -40,7 +40,7 @@ class Settings:
     """
 
     threads: int = 0
-    piece_bytes: int = _MIB // 4
+    piece_bytes: int = _MIB // 2
     max_open_files: int = 64
     max_index_bytes: int = 256 * _MIB
     max_header_bytes: int = 100_000_000
