@@ -175,12 +175,6 @@ def free_bytes(path: Path) -> int:
     return info.f_bavail * info.f_frsize
 
 
-def advise_willneed(fd: int, offset: int, nbytes: int) -> None:
-    """Start reading a range ahead of its use, where the platform can."""
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
-
-
 def try_flock(fd: int) -> bool:
     """Take an exclusive flock without waiting; False where another holds it."""
     try:
