@@ -1,6 +1,6 @@
 """Change lists: which 2-byte words of a live region change, and by what XOR.
 
-A list is made once per region, whatever the encodings and however many versions fold, and costs 6 bytes per changed
+A list is made once per region, whatever the encodings and however many versions fold, and costs 8 bytes per changed
 word. Its words are counted on the region's own grid; a last odd byte is an entry of its own, so that two regions never
 share one.
 """
@@ -80,6 +80,8 @@ class RegionChanges:
         For each part the digest of its live words as they were at prepare.
     sample
         Every 512th live word as it was at prepare.
+    words
+        Room for the live words that commit gathers: nothing large is allocated in the pause.
     """
 
     tensor: str
@@ -88,11 +90,12 @@ class RegionChanges:
     value: Live
     seen: tuple[int, ...]
     sample: Live
+    words: Live
 
     @property
     def nbytes(self) -> int:
         """Memory that the list takes."""
-        return self.index.nbytes + self.value.nbytes
+        return self.index.nbytes + self.value.nbytes + self.words.nbytes
 
     def sample_is_unchanged(self) -> bool:
         """Look at a few words before any is stored: a model that was reloaded or merged differs everywhere."""
@@ -103,16 +106,18 @@ class RegionChanges:
         """Return one part's index, in the type that numpy gathers with."""
         return self.index[_span(part)].astype(np.intp)
 
-    def gather(self, part: int, places: NDArray[np.intp]) -> Live | None:
-        """Return the live words under one part, None where they are not what they were at prepare."""
-        words: Live = self.live.take(places, mode="clip")
-        return words if _digest(words) == self.seen[part] else None
+    def gather(self, part: int, places: NDArray[np.intp]) -> bool:
+        """Gather the live words under one part; return whether they are what they were at prepare."""
+        words = self.words[_span(part)]
+        self.live.take(places, out=words, mode="clip")
+        return _digest(words) == self.seen[part]
 
-    def store(self, part: int, places: NDArray[np.intp], words: Live) -> None:
+    def store(self, part: int, places: NDArray[np.intp]) -> None:
         """Store the gathered words with the list applied."""
-        self.live[places] = words ^ self.value[_span(part)]
+        span = _span(part)
+        self.live[places] = self.words[span] ^ self.value[span]
 
-    def take_back(self, part: int, words: Live) -> None:
+    def take_back(self, part: int) -> None:
         """Store the gathered words as they were, whether or not, or half, the part was stored.
 
         Raises
@@ -121,8 +126,8 @@ class RegionChanges:
             The live words do not come back.
         """
         places = self.places(part)
-        self.live[places] = words
-        if self.gather(part, places) is None:
+        self.live[places] = self.words[_span(part)]
+        if not self.gather(part, places):
             raise ModelPoisonedError(
                 "the live words under a list are not what they were", tensor=self.tensor
             )
@@ -321,7 +326,8 @@ _scratch = _Scratch()
 def _finished(tensor: str, live: Live, index: Index, value: Live, seen: Live) -> RegionChanges:
     count = -(-index.size // _ENTRIES_PER_PART)
     digests = tuple(_digest(seen[_span(part)]) for part in range(count))
-    return RegionChanges(tensor, live, index, value, digests, seen[::_SAMPLE_STEP].copy())
+    # ``seen`` has done its part and is of the right size; its pages are there already.
+    return RegionChanges(tensor, live, index, value, digests, seen[::_SAMPLE_STEP].copy(), seen)
 
 
 def _span(part: int) -> slice:

@@ -7,16 +7,16 @@ before its own, and a part that does not fit has everything stored so far taken 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from gpusync.changes import Live, RegionChanges
+from gpusync.changes import RegionChanges
 from gpusync.errors import DeviceError, ModelPoisonedError, PlacementError
 from gpusync.fold import run_parallel
 
 _RUNS_PER_WORKER = 4
 
-_Part = tuple[int, int]
-"""Number of the region's list, number of the part in it."""
+_Run = list[tuple[int, range]]
+"""Work for one thread: numbers of regions, and parts of each."""
 
 
 def commit(changes: Sequence[RegionChanges], workers: int) -> None:
@@ -31,17 +31,17 @@ def commit(changes: Sequence[RegionChanges], workers: int) -> None:
     ModelPoisonedError
         Stores could not be taken back.
     """
-    gathered: dict[_Part, Live] = {}
+    begun = [bytearray(len(region.seen)) for region in changes]
 
-    def store(run: Sequence[_Part]) -> None:
-        for number, part in run:
+    def store(run: _Run) -> None:
+        for number, parts in run:
             region = changes[number]
-            places = region.places(part)
-            words = region.gather(part, places)
-            if words is None:
-                raise _changed(region)
-            gathered[number, part] = words
-            region.store(part, places, words)
+            for part in parts:
+                places = region.places(part)
+                if not region.gather(part, places):
+                    raise _changed(region)
+                begun[number][part] = 1
+                region.store(part, places)
 
     try:
         for region in changes:
@@ -49,19 +49,29 @@ def commit(changes: Sequence[RegionChanges], workers: int) -> None:
                 raise _changed(region)
         run_parallel(store, _runs(changes, workers), workers)
     except BaseException as err:
-        _take_back(changes, gathered, err)
+        _take_back(changes, begun, err)
         if isinstance(err, PlacementError):
             raise
         raise DeviceError("committing failed and was taken back; prepare again") from err
 
 
-def _runs(changes: Sequence[RegionChanges], workers: int) -> list[Sequence[_Part]]:
+def _runs(changes: Sequence[RegionChanges], workers: int) -> list[_Run]:
     """Split all parts into runs of neighbours, a few per worker."""
-    parts = [
-        (number, part) for number, region in enumerate(changes) for part in range(len(region.seen))
-    ]
-    size = -(-len(parts) // (workers * _RUNS_PER_WORKER)) or 1
-    return [parts[start : start + size] for start in range(0, len(parts), size)]
+    count = sum(len(region.seen) for region in changes)
+    size = -(-count // (workers * _RUNS_PER_WORKER)) or 1
+    runs: list[_Run] = [[]]
+    room = size
+    for number, region in enumerate(changes):
+        start = 0
+        while start < len(region.seen):
+            stop = min(len(region.seen), start + room)
+            runs[-1].append((number, range(start, stop)))
+            room -= stop - start
+            start = stop
+            if not room:
+                runs.append([])
+                room = size
+    return runs
 
 
 def _changed(region: RegionChanges) -> PlacementError:
@@ -72,11 +82,13 @@ def _changed(region: RegionChanges) -> PlacementError:
 
 
 def _take_back(
-    changes: Sequence[RegionChanges], gathered: Mapping[_Part, Live], cause: BaseException
+    changes: Sequence[RegionChanges], begun: Sequence[bytearray], cause: BaseException
 ) -> None:
     try:
-        for (number, part), words in gathered.items():
-            changes[number].take_back(part, words)
+        for region, flags in zip(changes, begun, strict=True):
+            for part, flag in enumerate(flags):
+                if flag:
+                    region.take_back(part)
     except BaseException as err:
         raise ModelPoisonedError(
             f"committing failed ({cause!r}) and could not be taken back: replace the process"

@@ -84,7 +84,7 @@ class Update:
         start = time.monotonic()
         if self._plan is not None:
             self._store(self._plan)
-        self._release()
+        self._lease.give_back()  # the lists go in finish: freeing them takes milliseconds of the pause
         self._phase = "committed"
         self._report = replace(self._report, pause_seconds=time.monotonic() - start)
         log.info(
@@ -105,6 +105,7 @@ class Update:
         """
         self._expect("committed", "finish")
         start = time.monotonic()
+        self._prepared = Prepared()
         report = self._report
         try:
             if report.write_back == "sync" and self._write_back is not None:

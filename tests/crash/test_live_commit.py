@@ -52,15 +52,15 @@ class Stores:
         self.calls = 0
         real = RegionChanges.store
 
-        def store(region: RegionChanges, part: int, places: Any, words: Any) -> None:
+        def store(region: RegionChanges, part: int, places: Any) -> None:
             number, self.calls = self.calls, self.calls + 1
             if number != fail_at:
-                return real(region, part, places, words)
+                return real(region, part, places)
             if how == "within":  # every list here is one part
                 half = (places.size + 1) // 2
-                region.live[places[:half]] = words[:half] ^ region.value[:half]
+                region.live[places[:half]] = region.words[:half] ^ region.value[:half]
             elif how == "after":
-                real(region, part, places, words)
+                real(region, part, places)
             raise Lost(f"store {number}")
 
         patch.setattr(RegionChanges, "store", store)
@@ -122,7 +122,7 @@ def test_a_store_that_can_not_be_taken_back_poisons_the_model(
     pending = prepare(stream, model)
     before = wire.snapshot(stream.local)
 
-    def fail(region: RegionChanges, part: int, words: Any) -> None:
+    def fail(region: RegionChanges, part: int) -> None:
         raise Lost("take back")
 
     with pytest.MonkeyPatch.context() as patch:
