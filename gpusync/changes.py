@@ -139,23 +139,23 @@ class ChangeList:
     def __init__(self, tensor: str, live: Bytes, budget: ListBudget) -> None:
         self._tensor = tensor
         self._live = live
+        self._words = live[: live.size & ~1].view(np.uint16)
         self._budget = budget
-        self._index_type = np.uint32 if live.size // _WORD < 1 << 32 else np.uint64
-        self._wide: list[_Wide] = []
-        self._wide_count = 0
-        self._sum = 0
-        self._index: list[Index] = []
-        self._value: list[Words] = []
-        self._seen: list[Words] = []
-        self._tail = 0
-        self._taken_bytes = 0
+        self._index_type = np.uint32 if self._words.size < 1 << 32 else np.uint64
+        # Changed 8-byte words that were not searched yet: where, by what XOR, and the live ones.
+        capacity = min(_WIDE_PER_SEARCH, live.size // 8 + 1)
+        self._places = np.empty(capacity, np.intp)
+        self._diff = np.empty(capacity, np.uint64)
+        self._before = np.empty(capacity, np.uint64)
+        self.restart()
 
     def restart(self) -> None:
         """Drop what was collected: the pieces come again from the first."""
-        self._budget.give_back(self._taken_bytes)
-        self._wide, self._wide_count, self._sum = [], 0, 0
-        self._index, self._value, self._seen = [], [], []
-        self._tail, self._taken_bytes = 0, 0
+        self._budget.give_back(sum(made.nbytes for made in getattr(self, "_made", ())))
+        self._made: list[RegionChanges] = []
+        self._count = 0
+        self._sum = 0
+        self._tail = 0
 
     def collect(self, diff: Bytes, live: Bytes, offset: int) -> None:
         """Add what changes in one piece.
@@ -181,20 +181,23 @@ class ChangeList:
         self._collect(padded[0].view(np.uint64), padded[1].view(np.uint64), (offset + body) // 8)
 
     def finish(self) -> list[RegionChanges]:
-        """Return the finished list; a last odd byte is one of its own."""
+        """Return the finished list, in several pieces; a last odd byte is one of its own.
+
+        Raises
+        ------
+        KernelError
+            The entries do not add up to the differences that they were chosen from, modulo 2^64.
+        """
         self._search()
-        made = []
-        if self._index:
-            words = self._live[: self._live.size & ~1].view(np.uint16)
-            index, value = np.concatenate(self._index), np.concatenate(self._value)
-            made.append(_finished(self._tensor, words, index, value, np.concatenate(self._seen)))
-        if self._tail:
-            last, value_of_tail = self._live[-1:], np.array([self._tail], np.uint8)
-            made.append(
-                _finished(self._tensor, last, np.zeros(1, np.uint32), value_of_tail, last.copy())
+        if self._sum % (1 << 64):
+            raise KernelError(
+                "a change list does not add up to the difference that it was made of",
+                tensor=self._tensor,
             )
-        self._index, self._value, self._seen = [], [], []
-        return made
+        if self._tail:
+            last, value = self._live[-1:], np.array([self._tail], np.uint8)
+            self._add(last, np.zeros(1, np.uint32), value, last.copy())
+        return self._made
 
     def _collect(
         self, diff: NDArray[np.uint64], live: NDArray[np.uint64], first_place: int
@@ -205,43 +208,46 @@ class ChangeList:
         if not places.size:
             return
         self._sum += int(np.add.reduce(diff))
-        places_in_region = places + first_place
-        self._wide.append(_Wide(places_in_region, diff.take(places), live.take(places)))
-        self._wide_count += places.size
-        if self._wide_count >= _WIDE_PER_SEARCH:
-            self._search()
+        while places.size:
+            fitting = places[: self._places.size - self._count]
+            span = slice(self._count, self._count + fitting.size)
+            np.add(fitting, first_place, out=self._places[span])
+            diff.take(fitting, out=self._diff[span], mode="clip")
+            live.take(fitting, out=self._before[span], mode="clip")
+            self._count += fitting.size
+            places = places[fitting.size :]
+            if self._count == self._places.size:
+                self._search()
 
     def _search(self) -> None:
         """Find the 2-byte words that change within the 8-byte words kept so far."""
-        if not self._wide:
+        if not self._count:
             return
-        places = np.concatenate([wide.places for wide in self._wide])
-        found = np.concatenate([wide.diff for wide in self._wide])
-        _check_sum(self._sum, found)
-        self._sum = 0
-        words = found.view(np.uint16)
-        live = np.concatenate([wide.live for wide in self._wide]).view(np.uint16)
-        self._wide, self._wide_count = [], 0
+        words = self._diff[: self._count].view(np.uint16)
         chosen = (words != 0).nonzero()[0]
         value: Words = words.take(chosen)
-        _check_sum(int(np.add.reduce(words, dtype=np.uint64)), value)
-        index: Index = ((places.take(chosen >> 2) << 2) + (chosen & 3)).astype(self._index_type)
-        seen: Words = live.take(chosen)
-        nbytes = index.nbytes + value.nbytes + seen.nbytes
-        self._budget.take(nbytes)
-        self._taken_bytes += nbytes
-        self._index.append(index)
-        self._value.append(value)
-        self._seen.append(seen)
+        # Each 2-byte word weighs what its place in the 8-byte word makes it.
+        lanes = chosen & 3
+        weighed = value.astype(np.uint64) << (lanes << 4).astype(np.uint64)
+        self._sum -= int(np.add.reduce(weighed))
+        index: Index = ((self._places.take(chosen >> 2) << 2) + lanes).astype(self._index_type)
+        seen: Words = self._before[: self._count].view(np.uint16).take(chosen)
+        self._count = 0
+        self._add(self._words, index, value, seen)
 
-
-@dataclass(frozen=True)
-class _Wide:
-    """Changed 8-byte words: where in the region, by what XOR, and the live words."""
-
-    places: NDArray[np.intp]
-    diff: NDArray[np.uint64]
-    live: NDArray[np.uint64]
+    def _add(self, live: Live, index: Index, value: Live, seen: Live) -> None:
+        parts = range(-(-index.size // _ENTRIES_PER_PART))
+        made = RegionChanges(
+            self._tensor,
+            live,
+            index,
+            value,
+            seen=tuple(_digest(seen[_span(part)]) for part in parts),
+            sample=seen[::_SAMPLE_STEP].copy(),
+            words=seen,  # it has done its part and is of the right size; its pages are there already
+        )
+        self._budget.take(made.nbytes)
+        self._made.append(made)
 
 
 class LiveSink:
@@ -323,28 +329,9 @@ class _Scratch(threading.local):
 _scratch = _Scratch()
 
 
-def _finished(tensor: str, live: Live, index: Index, value: Live, seen: Live) -> RegionChanges:
-    count = -(-index.size // _ENTRIES_PER_PART)
-    digests = tuple(_digest(seen[_span(part)]) for part in range(count))
-    # ``seen`` has done its part and is of the right size; its pages are there already.
-    return RegionChanges(tensor, live, index, value, digests, seen[::_SAMPLE_STEP].copy(), seen)
-
-
 def _span(part: int) -> slice:
     return slice(part * _ENTRIES_PER_PART, (part + 1) * _ENTRIES_PER_PART)
 
 
 def _digest(words: Live) -> int:
     return xxhash.xxh3_128_intdigest(words.data)
-
-
-def _check_sum(expected: int, chosen: Live) -> None:
-    """The entries chosen from a range must add up to all of it, modulo 2^64: what was left out was zero.
-
-    Raises
-    ------
-    KernelError
-        They do not.
-    """
-    if (expected - int(np.add.reduce(chosen, dtype=np.uint64))) % (1 << 64):
-        raise KernelError("a change list does not add up to the difference that it was made of")
