@@ -1,7 +1,7 @@
 """Change lists: which 2-byte words of a live region change, and by what XOR.
 
 A list is made once per region, whatever the encodings and however many versions fold, and costs 8 bytes per changed
-word. Its words are counted on the region's own grid; a last odd byte is an entry of its own, so that two regions never
+word (12 in a region of 8 GiB and more). Its words are counted on the region's own grid; a last odd byte is an entry of its own, so that two regions never
 share one.
 """
 
@@ -66,7 +66,7 @@ class ListBudget:
 
 @dataclass(frozen=True)
 class RegionChanges:
-    """The finished change list of one region, in parts of equal size.
+    """A finished stretch of one region's change list, in parts of 4096 entries, the last one shorter.
 
     Parameters
     ----------
@@ -147,12 +147,13 @@ class ChangeList:
         self._places = np.empty(capacity, np.intp)
         self._diff = np.empty(capacity, np.uint64)
         self._before = np.empty(capacity, np.uint64)
+        self._made: list[RegionChanges] = []
         self.restart()
 
     def restart(self) -> None:
         """Drop what was collected: the pieces come again from the first."""
-        self._budget.give_back(sum(made.nbytes for made in getattr(self, "_made", ())))
-        self._made: list[RegionChanges] = []
+        self._budget.give_back(sum(made.nbytes for made in self._made))
+        self._made = []
         self._count = 0
         self._sum = 0
         self._tail = 0

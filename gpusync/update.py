@@ -74,7 +74,8 @@ class Update:
         Raises
         ------
         PlacementError
-            The weights moved or changed since prepare; nothing was stored, and the update is discarded.
+            The weights moved or changed since prepare; they are as they were before the call, and the update is
+            discarded.
         DeviceError
             A store failed and every store was taken back; the update is discarded.
         ModelPoisonedError

@@ -191,6 +191,32 @@ def test_weights_that_changed_since_prepare_are_noticed_before_the_first_store(
         assert stores.calls == 0
 
 
+def test_a_word_that_changed_in_the_last_part_has_every_part_before_it_taken_back(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No sample holds the word, so parts are stored before the check that finds it."""
+    monkeypatch.setenv("GPUSYNC_THREADS", "1")
+    nbytes = 64 << 10
+    stream = wire.Stream(
+        tmp_path / "stream", (wire.Row(wire.FIRST, "big.weight", "U8", (nbytes,), nbytes),)
+    )
+    stream.delta(new=stream.changed(["big.weight"], stream.states[0], nbytes))
+    model = model_at(stream, 0)
+    pending = gpusync.prepare(model, open_chain(stream, 1, checkpoint=None), write_back="none")
+    flat = dict(model.named_buffers())["big.weight"]
+    flat[-1] ^= 0x10
+    before = live.bytes_of(model)
+    with pytest.MonkeyPatch.context() as patch:
+        stores = Stores(patch, -1, "")
+        with pytest.raises(PlacementError, match=r"big\.weight"):
+            pending.commit()
+    assert stores.calls == nbytes // 2 // 4096 - 1
+    assert live.bytes_of(model) == before
+    flat[-1] ^= 0x10
+    gpusync.apply_to_model(model, open_chain(stream, 1, checkpoint=None), write_back="none")
+    assert live.bytes_of(model) == stream.states[1]
+
+
 def _reallocate(model: nn.Module) -> None:
     owner = model.get_submodule("c")
     owner.weight.data = owner.weight.data.clone()
