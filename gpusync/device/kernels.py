@@ -1,0 +1,59 @@
+"""The CUDA sources, and the tables that kernels read."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+
+import numpy as np
+
+from gpusync.errors import MissingDependencyError
+
+UNITS = ("common.cu", "xxh3.cu", "layers.cu", "changes.cu", "guards.cu")
+"""The files of ``kernels/``, in the order in which they are joined."""
+
+TILE_NBYTES = 65536
+"""Bytes of a region that one thread block works on."""
+
+CHUNK = np.dtype(
+    [
+        (name, np.uint64)
+        for name in (
+            "delta",
+            "live",
+            "run_nbytes",
+            "run_stride",
+            "offset",
+            "nbytes",
+            "region_nbytes",
+            "region",
+            "first_tile",
+            "unit",
+            "listed",
+        )
+    ]
+)
+"""``struct Chunk`` of kernels/common.cu."""
+
+
+@cache
+def kernel_source() -> str:
+    """Return all kernels as one translation unit; ``#line`` keeps the compiler's messages to their files.
+
+    Raises
+    ------
+    MissingDependencyError
+        The sources are neither in the package nor beside it.
+    """
+    folder = kernels_folder()
+    return "".join(f'#line 1 "{unit}"\n{(folder / unit).read_text()}\n' for unit in UNITS)
+
+
+def kernels_folder() -> Path:
+    """Return the folder of the sources: in an installed package its own, in a checkout ``kernels/``."""
+    package = Path(str(files("gpusync")))
+    for folder in (package / "_kernels", package.parent / "kernels"):
+        if (folder / UNITS[0]).is_file():
+            return folder
+    raise MissingDependencyError("the kernel sources are missing: reinstall gpusync", file=UNITS[0])
