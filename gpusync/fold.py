@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -251,70 +251,105 @@ class Fold:
         FrameFormatError, SourceNotReadyError, VersionConflictError
             A blob cannot be decoded or read. What the sink has received by then is void.
         """
-        streams = max(1, _STREAMS // self.workers)
+        taken = _Taken(sink, tuple(algorithms), on_piece)
+        buffer = _piece_buffer(self.piece_bytes)
         try:
-            return self._passes(
-                nbytes, origin, blobs, sink, algorithms, on_piece, streams, _SHARED_WINDOW
-            )
+            taken.take(self._passes(nbytes, origin, blobs, buffer, self._streams, _SHARED_WINDOW))
         except WindowTooLargeError:
             with _large_window:
-                return self._passes(
-                    nbytes, origin, blobs, sink, algorithms, on_piece, 1, MAX_WINDOW
-                )
+                taken.take(self._passes(nbytes, origin, blobs, buffer, 1, MAX_WINDOW))
+        return taken.digests()
+
+    def pieces(
+        self, nbytes: int, origin: Origin | None, blobs: Sequence[BlobSource]
+    ) -> Iterator[tuple[int, Bytes]]:
+        """Yield a tensor's new bytes as (offset, piece), in order; for who takes them at a pace of their own.
+
+        Parameters are those of :meth:`run`, and so are the errors. A piece is void once the next one is asked for.
+        Where a frame's window needs a decoder of its own the pieces start over at offset 0, with the same bytes; that
+        decoder's memory is the caller's to bound.
+        """
+        buffer: Bytes = np.empty(min(self.piece_bytes, max(nbytes, 1)), np.uint8)
+        try:
+            yield from self._passes(nbytes, origin, blobs, buffer, self._streams, _SHARED_WINDOW)
+        except WindowTooLargeError:
+            yield from self._passes(nbytes, origin, blobs, buffer, 1, MAX_WINDOW)
+
+    @property
+    def _streams(self) -> int:
+        return max(1, _STREAMS // self.workers)
 
     def _passes(
         self,
         nbytes: int,
         origin: Origin | None,
         blobs: Sequence[BlobSource],
-        sink: Sink,
-        algorithms: Iterable[Algorithm],
-        on_piece: Callable[[int], None] | None,
+        buffer: Bytes,
         streams: int,
         max_window: int,
-    ) -> dict[Algorithm, Digest]:
+    ) -> Iterator[tuple[int, Bytes]]:
         groups = [blobs[i : i + streams] for i in range(0, len(blobs), streams)] or [[]]
         with contextlib.ExitStack() as stack:
             # Passes write the one and read the other in turn.
             scratch = [stack.enter_context(self._scratch()) for _ in groups[1:3]]
             for number, group in enumerate(groups[:-1]):
                 fd = scratch[number % 2].fileno()
-                self._one_pass(nbytes, origin, group, FileSink(fd, 0), {}, max_window)
+                for offset, piece in self._one_pass(nbytes, origin, group, buffer, max_window):
+                    fsio.pwrite(fd, piece.data, offset)
                 origin = _ScratchOrigin(fd)
-            hashers = {algorithm: new_hasher(algorithm) for algorithm in algorithms}
-            self._one_pass(nbytes, origin, groups[-1], sink, hashers, max_window, on_piece)
-        return {algorithm: hasher.digest() for algorithm, hasher in hashers.items()}
+            yield from self._one_pass(nbytes, origin, groups[-1], buffer, max_window)
 
     def _one_pass(
         self,
         nbytes: int,
         origin: Origin | None,
         blobs: Sequence[BlobSource],
-        sink: Sink,
-        hashers: dict[Algorithm, Hasher],
+        buffer: Bytes,
         max_window: int,
-        on_piece: Callable[[int], None] | None = None,
-    ) -> None:
+    ) -> Iterator[tuple[int, Bytes]]:
         layers = [blob.open(nbytes, max_window, self._scratch) for blob in blobs]
-        buffer = _piece_buffer(self.piece_bytes)
-        for offset in range(0, nbytes, self.piece_bytes):
-            piece = buffer[: min(self.piece_bytes, nbytes - offset)]
+        for offset in range(0, nbytes, buffer.size):
+            piece = buffer[: min(buffer.size, nbytes - offset)]
             if origin is not None:
                 origin.read_into(piece, offset)
             else:
                 layers[0].start(piece, offset)
             for layer in layers if origin is not None else layers[1:]:
                 layer.apply(piece, offset)
-            for hasher in hashers.values():
-                hasher.update(piece.data)
-            sink.write(piece, offset)
-            if on_piece is not None:
-                on_piece(piece.size)
+            yield offset, piece
         for layer in layers:
             layer.finish()
 
     def _scratch(self) -> IO[bytes]:
         return fsio.scratch_file(self.scratch_dir)
+
+
+class _Taken:
+    """What a fold gives to its sink, with the digests of it."""
+
+    def __init__(
+        self,
+        sink: Sink,
+        algorithms: Sequence[Algorithm],
+        on_piece: Callable[[int], None] | None,
+    ) -> None:
+        self._sink = sink
+        self._algorithms = algorithms
+        self._on_piece = on_piece
+        self._hashers: dict[Algorithm, Hasher] = {}
+
+    def take(self, pieces: Iterator[tuple[int, Bytes]]) -> None:
+        """Hand all pieces on; those of an earlier call are void."""
+        self._hashers = {algorithm: new_hasher(algorithm) for algorithm in self._algorithms}
+        for offset, piece in pieces:
+            for hasher in self._hashers.values():
+                hasher.update(piece.data)
+            self._sink.write(piece, offset)
+            if self._on_piece is not None:
+                self._on_piece(piece.size)
+
+    def digests(self) -> dict[Algorithm, Digest]:
+        return {algorithm: hasher.digest() for algorithm, hasher in self._hashers.items()}
 
 
 @dataclass(frozen=True)
