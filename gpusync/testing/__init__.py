@@ -12,9 +12,10 @@ from gpusync.testing.compiling import (
     sanitizer_environment,
     sanitizer_flags,
 )
-from gpusync.testing.emulated import EmulatedRuntime, EmulatedStream, emulated_runtime
+from gpusync.testing.emulated import EmulatedRuntime, emulated_runtime
 from gpusync.testing.ledger import Kind
 from gpusync.testing.queues import EmulatedEvent, Order
+from gpusync.testing.streams import EmulatedStream
 
 __all__ = [
     "EmulatedEvent",

@@ -5,15 +5,15 @@ from __future__ import annotations
 import ctypes
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Literal
 
 import torch
 
-from gpusync.device.runtime import Event, Wait
-from gpusync.errors import DecodeError, KernelError
+from gpusync.device.runtime import Wait
+from gpusync.errors import KernelError
 from gpusync.testing.compiling import (
     build_kernels,
     build_nvcomp_stand_in,
@@ -23,6 +23,7 @@ from gpusync.testing.compiling import (
 from gpusync.testing.ledger import Kind, Ledger
 from gpusync.testing.memory import Arena
 from gpusync.testing.queues import EmulatedEvent, Order, Queues
+from gpusync.testing.streams import EmulatedStream, Launcher
 
 
 class EmulatedRuntime:
@@ -131,7 +132,7 @@ class EmulatedRuntime:
 
     def stream(self) -> EmulatedStream:
         """Return a new stream."""
-        return EmulatedStream(self, self._queues.add())
+        return EmulatedStream(self._queues, self.ledger, self.kernel)
 
     def engine_event(self) -> EmulatedEvent:
         """Return an event behind all that :attr:`engine_stream` holds now."""
@@ -167,7 +168,7 @@ class EmulatedRuntime:
     def enter_thread(self) -> None:
         """Do nothing: every thread may use host memory."""
 
-    def kernel(self, name: str) -> Callable[..., int]:
+    def kernel(self, name: str) -> Launcher:
         """Return a kernel's launcher.
 
         Raises
@@ -175,7 +176,7 @@ class EmulatedRuntime:
         KernelError
             There is no such kernel, or the sources do not compile.
         """
-        function: Callable[..., int] | None = getattr(self._kernels, f"gs_launch_{name}", None)
+        function: Launcher | None = getattr(self._kernels, f"gs_launch_{name}", None)
         if function is None:
             raise KernelError("no kernel of this name is in the sources", got=name)
         return function
@@ -185,101 +186,7 @@ class EmulatedRuntime:
         return ctypes.CDLL(str(build_kernels(flags=self._flags)))
 
 
-class EmulatedStream:
-    """A queue of an emulated device. Implements :class:`gpusync.device.runtime.Stream`."""
-
-    def __init__(self, runtime: EmulatedRuntime, number: int) -> None:
-        self.number = number
-        self._runtime = runtime
-        self._queues = runtime._queues
-
-    def record(self) -> EmulatedEvent:
-        """Return an event behind all that is queued now."""
-        return self._queues.record(self.number)
-
-    def wait(self, event: Event, why: Wait) -> None:
-        """Have what is queued from now on wait for the event."""
-        if not isinstance(event, EmulatedEvent):
-            raise KernelError("an emulated stream waits for emulated events", got=type(event))
-        self._queues.hold(self.number, event, why)
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Queue a copy between two flat uint8 tensors of one size."""
-        self._runtime.ledger.count("copy")
-        for tensor in (target, source):
-            _check_bytes(tensor)
-        if target.numel() != source.numel():
-            raise KernelError("a copy is of one size", expected=target.numel(), got=source.numel())
-        self._queues.put(self.number, lambda: _copy(target, source))
-
-    def fill(self, target: torch.Tensor, byte: int) -> None:
-        """Queue setting every byte of a flat uint8 tensor."""
-        self._runtime.ledger.count("fill")
-        _check_bytes(target)
-        self._queues.put(self.number, lambda: _fill(target, byte))
-
-    def launch(self, kernel: str, blocks: int, args: Sequence[int], *, threads: int = 256) -> None:
-        """Queue a kernel; its arguments are taken now.
-
-        Raises
-        ------
-        KernelError
-            There is no such kernel, it has another number of parameters, or the grid cannot be launched.
-        """
-        if blocks == 0:
-            return
-        self._runtime.ledger.count("launch", kernel)
-        if not (0 < blocks < 1 << 31 and 0 < threads <= 1024):
-            raise KernelError(f"{kernel} cannot be launched so", got=f"{blocks} x {threads}")
-        launcher = self._runtime.kernel(kernel)
-        values = (ctypes.c_uint64 * len(args))(*args)
-        first = ctypes.addressof(values)
-        addresses = (ctypes.c_void_p * len(args))(*range(first, first + 8 * len(args), 8))
-
-        def run() -> None:
-            # values must live until here: addresses point into it
-            if launcher(blocks, threads, addresses, len(values)):
-                raise KernelError(f"{kernel} has another number of parameters", got=len(values))
-
-        self._queues.put(self.number, run)
-
-    def call(self, function: Callable[[int], int]) -> int:
-        """Queue a library's work; late, another status than 0 raises DecodeError at the next wait of the host."""
-        self._runtime.ledger.count("call")
-        status = 0
-
-        def run() -> None:
-            nonlocal status
-            status = function(0)
-            if status and self._queues.late:
-                raise DecodeError("the decoder's library refused its arguments", got=status)
-
-        self._queues.put(self.number, run)
-        return status
-
-    def synchronize(self) -> None:
-        """Run queued work until this queue is empty."""
-        self._queues.drain(self.number)
-
-
 @cache
 def emulated_runtime() -> EmulatedRuntime:
     """Return the process's own emulated device, which runs everything at once."""
     return EmulatedRuntime()
-
-
-def _check_bytes(tensor: torch.Tensor) -> None:
-    if tensor.dtype != torch.uint8 or tensor.dim() != 1 or not tensor.is_contiguous():
-        raise KernelError(
-            "device memory is handled as flat contiguous uint8 tensors",
-            got=f"{tensor.dtype} {tuple(tensor.shape)} {tensor.stride()}",
-        )
-
-
-# Through the C library, so that AddressSanitizer checks both sides.
-def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    ctypes.memmove(target.data_ptr(), source.data_ptr(), target.numel())
-
-
-def _fill(target: torch.Tensor, byte: int) -> None:
-    ctypes.memset(target.data_ptr(), byte, target.numel())
