@@ -1,7 +1,7 @@
-"""What the device works on: regions, the layers that make up their delta, and batches of chunks.
+"""What the device works on at a time: batches of chunks, with every chunk's places in the batch's buffers.
 
-Pure data. A layer is one step from old bytes to new ones; a chunk is a range of one region with all its layers; the
-chunks of a batch are on the device together. The struct that kernels read is described in kernels/common.cu.
+Pure data. A chunk is a range of one region with all its layers; the chunks of a batch are on the device together. The
+struct that kernels read is described in kernels/common.cu.
 """
 
 from __future__ import annotations
@@ -9,13 +9,39 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gpusync.device.blobs import BlobMap, Positions
-from gpusync.fold import BlobSource, Origin
+from gpusync.device.blobs import Positions
+from gpusync.device.layers import (
+    DeviceTensor,
+    FoldedLayer,
+    FramesLayer,
+    LayerPlan,
+    PayloadLayer,
+    RawLayer,
+    RegionMap,
+)
+
+__all__ = [
+    "ALIGNMENT",
+    "GUARD_NBYTES",
+    "Batch",
+    "Capacities",
+    "Chunk",
+    "ChunkLayer",
+    "DeviceTensor",
+    "FoldedLayer",
+    "FramesLayer",
+    "LayerPlan",
+    "PayloadLayer",
+    "RawLayer",
+    "RegionMap",
+    "RoundFrames",
+    "aligned",
+    "output_room",
+]
 
 ALIGNMENT = 256
 """What begins in a buffer of a batch begins at a multiple of this."""
@@ -27,128 +53,6 @@ GUARD_NBYTES = 256
 def aligned(nbytes: int) -> int:
     """Return ``nbytes`` rounded up to ``ALIGNMENT``."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
-@dataclass(frozen=True, slots=True)
-class RegionMap:
-    """Where a region lies, live and in its tensor. Sizes and positions are bytes.
-
-    Parameters
-    ----------
-    address
-        Device address of the region's first byte.
-    nbytes
-        Size of the region.
-    run_nbytes, run_stride
-        Bytes of a run that is contiguous on both sides, and live bytes from one run's begin to the next one's.
-        ``run_nbytes`` is ``nbytes`` where the region is contiguous on both sides.
-    tensor_begin, tensor_stride
-        Tensor byte of the region's first, and tensor bytes from one run's begin to the next one's.
-    """
-
-    address: int
-    nbytes: int
-    run_nbytes: int
-    run_stride: int
-    tensor_begin: int = 0
-    tensor_stride: int = 0
-
-    @classmethod
-    def whole(cls, address: int, nbytes: int) -> RegionMap:
-        """Return the region of a whole contiguous tensor."""
-        return cls(address, nbytes, nbytes, nbytes, 0, nbytes)
-
-    @property
-    def is_one_run(self) -> bool:
-        """True where the region is contiguous, live and in its tensor."""
-        return self.run_nbytes == self.nbytes
-
-    @property
-    def unit(self) -> int:
-        """Bytes per word of the change list: 2 where every word lies on an even address, else 1."""
-        odd = self.address if self.is_one_run else self.address | self.run_nbytes | self.run_stride
-        return 1 if odd & 1 else 2
-
-    def tensor_position(self, q: int) -> int:
-        """Return the tensor byte that region byte ``q`` comes from."""
-        if self.is_one_run:
-            return self.tensor_begin + q
-        run, column = divmod(q, self.run_nbytes)
-        return self.tensor_begin + run * self.tensor_stride + column
-
-    def tensor_span(self, q0: int, q1: int) -> tuple[int, int]:
-        """Return the tensor bytes, from and to, that cover region bytes ``q0`` to ``q1``."""
-        if q0 >= q1:
-            return self.tensor_begin, self.tensor_begin
-        return self.tensor_position(q0), self.tensor_position(q1 - 1) + 1
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class FramesLayer:
-    """An xor blob, decoded on the device as far as a chunk's frames go: its content is the delta itself."""
-
-    blob: BlobSource
-    map: BlobMap
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class PayloadLayer:
-    """A sparse blob, decoded on the device as a whole for every chunk."""
-
-    blob: BlobSource
-    map: BlobMap
-    form: Literal["overwrite", "xor_sparse"]
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class RawLayer:
-    """New bytes that are read as they are: a full version, or the base. They come packed, in region order."""
-
-    origin: Origin
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class FoldedLayer:
-    """A whole tensor folded by the host, alone in its tensor. Its bytes come packed, in region order.
-
-    They are new bytes where there is an origin, else the delta.
-    """
-
-    origin: Origin | None
-    blobs: tuple[BlobSource, ...]
-
-    @property
-    def is_full(self) -> bool:
-        """True where the bytes are the tensor's new ones."""
-        return self.origin is not None
-
-
-LayerPlan = FramesLayer | PayloadLayer | RawLayer | FoldedLayer
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class DeviceTensor:
-    """One destination of one tensor.
-
-    Parameters
-    ----------
-    number
-        Row in the tables of states and digests; unique within an update.
-    layers
-        Oldest first; at most the first one is raw. A tensor that the host folds has one FoldedLayer.
-    host_reason
-        Why the host folds it; None where the device does.
-    listed
-        False where another destination of the same storage has the change list.
-    """
-
-    number: int
-    name: str
-    tensor_nbytes: int
-    region: RegionMap
-    layers: tuple[LayerPlan, ...]
-    host_reason: str | None = None
-    listed: bool = True
 
 
 @dataclass(frozen=True, slots=True)
