@@ -8,7 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from gpusync.device.blobs import BlobMap
+import numpy as np
+
+from gpusync.device.blobs import BlobMap, Positions
 from gpusync.fold import BlobSource, Origin
 
 
@@ -58,6 +60,17 @@ class RegionMap:
             return self.tensor_begin + q
         run, column = divmod(q, self.run_nbytes)
         return self.tensor_begin + run * self.tensor_stride + column
+
+    def tensor_spans(self, q0: Positions, q1: Positions) -> tuple[Positions, Positions]:
+        """Return :meth:`tensor_span` of many ranges, none of them empty."""
+        if self.is_one_run:
+            return self.tensor_begin + q0, self.tensor_begin + q1
+        run0, column0 = np.divmod(q0, self.run_nbytes)
+        run1, column1 = np.divmod(q1 - 1, self.run_nbytes)
+        return (
+            self.tensor_begin + run0 * self.tensor_stride + column0,
+            self.tensor_begin + run1 * self.tensor_stride + column1 + 1,
+        )
 
     def tensor_span(self, q0: int, q1: int) -> tuple[int, int]:
         """Return the tensor bytes, from and to, that cover region bytes ``q0`` to ``q1``."""

@@ -1,0 +1,89 @@
+"""How much of the scratch memory each buffer of the device path gets. Pure.
+
+Two batches are in work at once, so deltas, inputs and tables exist twice; there is one decode stream, so the output
+buffer and nvCOMP's own scratch exist once. nvCOMP asks for about three bytes per decoded byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from gpusync.device.blobmaps import MAX_FRAME_NBYTES
+from gpusync.device.chunks import ALIGNMENT, GUARD_NBYTES, Capacities
+from gpusync.device.kernels import TILE_NBYTES
+from gpusync.errors import OutOfScratchError
+
+SLOTS = 2
+"""Batches in work at once."""
+
+INPUT_SLACK_NBYTES = 4096
+"""Room behind an input buffer: nvCOMP may load beyond a frame's last byte."""
+
+TILE_TABLES_NBYTES = 5632
+"""Of a batch's tables, per tile: block sums (4096), counts (1024), rows (128), and rows of the tables of tiles, chunks
+and layers."""
+
+FRAME_TABLES_NBYTES = 96
+"""Of a batch's tables, per frame of a round: addresses, sizes, statuses and what they are compared with."""
+
+TempNbytes = Callable[[int, int, int], int]
+"""nvCOMP's scratch, in bytes, for a number of frames, the largest frame's content and the sum of all contents."""
+
+# A delta buffer of 1 MiB is the least that is worth launching kernels for.
+_MIN_TILES = 16
+# Tensors of some hundred bytes have tiles and frames of their own.
+_SMALL_TENSORS = 64
+
+
+def capacities_for(scratch_nbytes: int, temp_nbytes: TempNbytes) -> Capacities:
+    """Return the largest capacities that ``scratch_nbytes`` of device memory allow.
+
+    Raises
+    ------
+    OutOfScratchError
+        Not even the smallest fit.
+    """
+    least = scratch_of(_capacities(_MIN_TILES), temp_nbytes)
+    if least > scratch_nbytes:
+        raise OutOfScratchError(
+            "the scratch memory is too small for the device path; give it more",
+            needed_bytes=least,
+            budget_bytes=scratch_nbytes,
+        )
+    low, high = _MIN_TILES, max(_MIN_TILES, scratch_nbytes // TILE_NBYTES)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if scratch_of(_capacities(middle), temp_nbytes) <= scratch_nbytes:
+            low = middle
+        else:
+            high = middle - 1
+    return _capacities(low)
+
+
+def scratch_of(capacities: Capacities, temp_nbytes: TempNbytes) -> int:
+    """Return the device memory, in bytes, of all buffers and tables of these capacities."""
+    slot = (
+        capacities.delta_nbytes
+        + capacities.input_nbytes
+        + INPUT_SLACK_NBYTES
+        + capacities.tiles * TILE_TABLES_NBYTES
+        + capacities.frames * FRAME_TABLES_NBYTES
+    )
+    output = capacities.output_nbytes
+    temp = temp_nbytes(capacities.frames, min(output, MAX_FRAME_NBYTES), output)
+    return SLOTS * slot + output + temp + GUARD_NBYTES + ALIGNMENT
+
+
+def _capacities(tiles: int) -> Capacities:
+    """Return the capacities around a delta buffer of so many tiles.
+
+    The input takes half as many bytes: sparse deltas shrink far more, and full tensors, which do not, are cut smaller.
+    """
+    delta_nbytes = tiles * TILE_NBYTES
+    return Capacities(
+        delta_nbytes=delta_nbytes,
+        input_nbytes=delta_nbytes // 2,
+        output_nbytes=delta_nbytes,
+        tiles=tiles + tiles // 2 + _SMALL_TENSORS,
+        frames=2 * tiles + _SMALL_TENSORS,
+    )
