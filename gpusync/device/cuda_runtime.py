@@ -81,7 +81,7 @@ class CudaRuntime:
         self._idle: deque[Any] = deque()
         with torch.cuda.device(device):
             self._probe = self._cupy.cuda.Stream(non_blocking=True)
-        self._memory = torch.cuda.ExternalStream(self._probe.ptr, device=device)
+        self._memory = torch.cuda.ExternalStream(self._probe.ptr, device)  # type: ignore[no-untyped-call]
 
     def describe(self) -> str:
         """Return the device's name for reports."""

@@ -40,7 +40,7 @@ def record(stream: torch.cuda.Stream, translated: Translated) -> CudaEvent:
     """Return an event behind all that a torch stream holds now."""
     with translated("recording an event"):
         # blocking: a host thread that waits sleeps, where it would else keep a core busy that the engine needs
-        event = torch.cuda.Event(blocking=True)
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(stream)
     return CudaEvent(event, translated)
 
@@ -68,7 +68,7 @@ class CudaStream:
         translated: Translated,
     ) -> None:
         self._handle = handle
-        self._stream = torch.cuda.ExternalStream(handle.ptr, device=device)
+        self._stream = torch.cuda.ExternalStream(handle.ptr, device)  # type: ignore[no-untyped-call]
         self._device = device
         self._kernel = kernel
         self._translated = translated
