@@ -16,25 +16,54 @@ UNITS = ("common.cu", "xxh3.cu", "layers.cu", "changes.cu", "guards.cu")
 TILE_NBYTES = 65536
 """Bytes of a region that one thread block works on."""
 
-CHUNK = np.dtype(
-    [
-        (name, np.uint64)
-        for name in (
-            "delta",
-            "live",
-            "run_nbytes",
-            "run_stride",
-            "offset",
-            "nbytes",
-            "region_nbytes",
-            "region",
-            "first_tile",
-            "unit",
-            "listed",
-        )
-    ]
+
+def _struct(*fields: str) -> np.dtype[np.void]:
+    """Return the layout of a struct of the kernels: every field takes 8 bytes, addresses too."""
+    return np.dtype([(field, np.uint64) for field in fields])
+
+
+CHUNK = _struct(
+    "delta",
+    "live",
+    "run_nbytes",
+    "run_stride",
+    "offset",
+    "nbytes",
+    "region_nbytes",
+    "region",
+    "first_tile",
+    "unit",
+    "listed",
 )
 """``struct Chunk`` of kernels/common.cu."""
+
+LAYER = _struct(
+    "source",
+    "source_begin",
+    "chunk",
+    "mode",
+    "tensor_begin",
+    "tensor_stride",
+    "first_tile",
+)
+"""``struct Layer`` of kernels/layers.cu. Modes: 0 delta = source, 1 delta ^= source, 2 delta = source ^ live."""
+
+PAYLOAD = _struct(
+    "data",
+    "nbytes",
+    "form",
+    "tensor_nbytes",
+    "bitmap",
+    "tensor",
+    "chunk",
+    "tensor_begin",
+    "tensor_stride",
+    "first_item",
+)
+"""``struct Payload`` of kernels/layers.cu. Forms: 1 overwrite, 2 xor_sparse."""
+
+ITEM_ENTRIES = 4096
+"""Entries of a payload that one thread block works on."""
 
 
 @cache
