@@ -16,7 +16,9 @@ import torch
 from gpusync.errors import OutOfScratchError
 
 ALIGNMENT = 256
-MARGIN = 256
+MARGIN = 512
+"""Bytes before and behind what is handed out: so many that numpy gives even the smallest block back to the system."""
+
 FRESH, FREED, CANARY = 0xCD, 0xDD, 0xC3
 """Bytes of memory nobody has written yet, of memory given back, and of the margins around what is handed out."""
 
