@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from gpusync.device.cuda_runtime import cuda_runtime
 
+from gpusync.device.cuda_runtime import cuda_runtime
 from gpusync.device.runtime import Runtime
 from gpusync.errors import MissingDependencyError
 from gpusync.testing import EmulatedRuntime
