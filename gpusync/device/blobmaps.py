@@ -32,7 +32,7 @@ _TAIL_NBYTES = 4096
 _WALK_NBYTES = 1 << 20
 # A decoder's fixed cost per frame is that of some KiB of content.
 _MIN_MEAN_CONTENT_NBYTES = 1024
-_FREE_FRAMES = 64
+_FREE_FRAMES = 1024
 
 
 def read_blob_map(
@@ -40,7 +40,8 @@ def read_blob_map(
 ) -> BlobMap | str:
     """Return the map of a tensor's blob, or the reason why the host must decode it.
 
-    The map comes from the seek table at the blob's end, else from the header of its first frame, else from a walk.
+    The map comes from the seek table at the blob's end, else from the header of a first frame that holds all content
+    and so is taken for the whole blob, else from a walk.
 
     Parameters
     ----------
@@ -121,7 +122,8 @@ def _parse_seek_table(blob: BlobFile, tail: bytes, needs: _Needs) -> BlobMap | N
     head = SEEK_TABLE_FRAME_MAGIC.to_bytes(4, "little") + (table_nbytes - 8).to_bytes(4, "little")
     if table[:8] != head:
         return None
-    entries = np.frombuffer(table, "<u4", count * entry_nbytes // 4, 8).reshape(count, -1)
+    columns = entry_nbytes // 4
+    entries = np.frombuffer(table, "<u4", count * columns, 8).reshape(count, columns)
     nbytes, content_nbytes = entries[:, :2].T.astype(np.int64)
     if int(nbytes.sum()) != begin or not needs.allow(int(content_nbytes.sum())):
         return None
