@@ -116,7 +116,7 @@ def test_one_stream_waits_for_another_and_the_host_for_both(runtime: Runtime) ->
     first.fill(source, 5)
     first.copy(middle, source)
     second.wait(first.record(), Wait.DECODE_FOR_COPY)
-    second.wait(runtime.engine_event(), Wait.APPLY_FOR_ENGINE)
+    second.wait(runtime.engine_event(), Wait.DECODE_FOR_ENGINE)
     second.copy(end, middle)
     second.record().synchronize(Wait.HOST_FOR_VERDICT)
     assert (download(runtime, end) == 5).all()
