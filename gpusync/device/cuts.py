@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gpusync.device.blobs import Positions
+from gpusync.device.blobs import BlobMap, Positions
 from gpusync.device.chunks import (
     ALIGNMENT,
     GUARD_NBYTES,
@@ -132,16 +132,18 @@ class _StepNeeds:
 
 
 def _step_needs(layer: LayerPlan, tensor: DeviceTensor, q0: Positions, q1: Positions) -> _StepNeeds:
-    if not isinstance(layer, FramesLayer) or q0[-1] == q1[-1]:
-        part = _part_of(layer, tensor, int(q0[-1]), int(q1[-1]))
-        same = np.ones_like(q0)
-        return _StepNeeds(
-            same * aligned(part.input_nbytes),
-            same * part.output_room,
-            same * part.frames,
-        )
-    map = layer.map
-    begin, end = tensor.region.tensor_spans(q0, q1)
+    if isinstance(layer, FramesLayer) and layer.map.count:
+        return _frames_needs(layer.map, *tensor.region.tensor_spans(q0, q1))
+    part = _part_of(
+        layer, tensor, 0, int((q1 - q0).max())
+    )  # alike for all steps, but for the packed bytes
+    same = np.ones_like(q0)
+    return _StepNeeds(
+        same * aligned(part.input_nbytes), same * part.output_room, same * part.frames
+    )
+
+
+def _frames_needs(map: BlobMap, begin: Positions, end: Positions) -> _StepNeeds:
     first = map.content_offset.searchsorted(begin, "right") - 1
     last = map.content_offset.searchsorted(end, "left") - 1
     read = map.offset[last] + map.nbytes[last] - map.offset[first]
