@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from typing import Any, Literal
@@ -10,26 +12,22 @@ from typing import Any, Literal
 import torch
 
 from gpusync.chain import Chain, start_layout
-from gpusync.changes import ListBudget
-from gpusync.errors import (
-    CheckpointError,
-    DeviceError,
-    MissingDependencyError,
-    PlacementError,
-)
-from gpusync.fold import Fold
-from gpusync.lists import LivePlan, Prepared, plan_live, prepare_lists
+from gpusync.devices import PathRunner, check_device, warm_up_device
+from gpusync.errors import CheckpointError, DeviceError, ModelPoisonedError, PlacementError
+from gpusync.lists import LivePlan, plan_live
 from gpusync.live import (
     LiveState,
     attach,
     attach_first,
     current_placement,
+    known_state,
     live_version,
     refuse_tracing,
     state_of,
     take_lease,
 )
 from gpusync.marker import read_marker
+from gpusync.parts import PreparedPart
 from gpusync.timing import StageClock, one_at_a_time
 from gpusync.types import ProgressCallback, UpdateReport
 from gpusync.update import Update, WriteBackMode
@@ -59,21 +57,24 @@ def prepare(
     Parameters
     ----------
     model
-        A module on the CPU with parameters and buffers named as in the checkpoint. Its first update attaches it: it
+        A module with parameters and buffers named as in the checkpoint, on the CPU or on CUDA devices. Its first update attaches it: it
         must hold the chain's local checkpoint, or its base.
     chain
         From :func:`gpusync.open_chain`.
     device
-        "auto" or "cpu". "cuda" and "emulated" are not part of this release.
+        "auto": every tensor is updated by the path of the memory that it lives in. "cuda" and "cpu" refuse tensors that
+        live elsewhere. "emulated" runs the CUDA path on host memory, for tests.
     scratch_bytes
-        Cap on the change lists in host memory; default ``GPUSYNC_CHANGE_LIST_BYTES``.
+        Cap on the scratch memory of each CUDA device, default ``GPUSYNC_SCRATCH_BYTES``; for a model on the CPU, cap on
+        its change lists, default ``GPUSYNC_CHANGE_LIST_BYTES``.
     write_back
         "sync": the local checkpoint's next state is staged now and swapped in by ``finish``. "background": a worker
         pulls it after commit. "none": only the live model. Without a checkpoint it is none.
     durable
         See :func:`gpusync.pull`.
     untrusted_source
-        Changes nothing here: blobs are decoded by libzstd on the host, which is safe on hostile bytes.
+        Whoever can write to the source may be hostile. nvCOMP is undefined on corrupt entropy-coded data: blobs whose
+        digest the publisher's manifest does not give are then decoded on the host. On the CPU it changes nothing.
     load_weights, group, relayout
         For engines and ranks; not part of this release.
     progress
@@ -85,14 +86,20 @@ def prepare(
         The live model and the local checkpoint are byte-identical to before.
     """
     clock = StageClock()
-    resolve_device(device)
+    check_device(device)
     _refuse_unsupported(load_weights, group, relayout)
     if write_back not in ("sync", "background", "none"):
         raise DeviceError("write_back is not sync, background or none", got=write_back)
     mode: WriteBackMode = write_back if chain.checkpoint is not None else "none"
     if progress is not None:
         progress = one_at_a_time(progress)
-    cap = scratch_bytes if scratch_bytes is not None else chain.settings.change_list_bytes
+    runner = PathRunner(
+        device,
+        chain.settings,
+        scratch_bytes=scratch_bytes,
+        untrusted_source=untrusted_source,
+        progress=progress,
+    )
     state_of(model)
     lease = take_lease(model)
     try:
@@ -103,11 +110,14 @@ def prepare(
         disk = None
         if mode == "sync" and chain.checkpoint is not None:
             disk = WriteBack(chain, chain.checkpoint, durable=durable, progress=progress)
-        prepared = _prepare_both(plan, disk, chain, ListBudget(cap), progress, clock)
-        report = _first_report(state, chain, plan, prepared, mode, clock)
+        parts = _prepare_both(plan, disk, chain, runner, clock)
+        report = _first_report(state, chain, plan, parts, mode, clock)
         report = replace(report, disk_version=stands_at, notes=(*report.notes, *_earlier(chain)))
-        return Update(model, state, chain, plan, prepared, disk, report, clock, durable, lease)
-    except BaseException:
+        changes = [part.changes for part in parts]
+        return Update(model, state, chain, plan, changes, disk, report, clock, durable, lease)
+    except BaseException as err:
+        if isinstance(err, ModelPoisonedError) and (found := known_state(model)) is not None:
+            found.poisoned = True  # a lost device, or memory that was written past
         lease.give_back()
         raise
 
@@ -155,26 +165,7 @@ def warmup(device: str = "auto") -> None:
     MissingDependencyError
         The device is not supported here.
     """
-    resolve_device(device)
-
-
-def resolve_device(device: str) -> Literal["cpu"]:
-    """Return the path that ``device`` names.
-
-    Raises
-    ------
-    MissingDependencyError
-        It names a path that this release does not have; it never runs elsewhere instead.
-    DeviceError
-        It is not a device name.
-    """
-    if device in ("auto", "cpu"):
-        return "cpu"
-    if device in ("cuda", "emulated"):
-        raise MissingDependencyError(
-            f"device {device!r} is not part of this release: use 'cpu', or 'auto'", got=device
-        )
-    raise DeviceError("device is not auto, cuda, cpu or emulated", got=device)
+    warm_up_device(device)
 
 
 def _refuse_unsupported(load_weights: Any, group: Any, relayout: bool) -> None:
@@ -204,25 +195,23 @@ def _prepare_both(
     plan: LivePlan | None,
     disk: WriteBack | None,
     chain: Chain,
-    budget: ListBudget,
-    progress: ProgressCallback | None,
+    runner: PathRunner,
     clock: StageClock,
-) -> Prepared:
+) -> list[PreparedPart]:
     """Build the change lists while a thread stages the local checkpoint; if either fails, neither is left."""
-    fold = Fold(chain.settings.piece_bytes, chain.settings.workers)
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="gpusync-stage") as pool:
         staging = pool.submit(disk.stage) if disk is not None else None
         try:
-            prepared = Prepared()
+            parts: list[PreparedPart] = []
             if plan is not None:
                 with clock.stage("decode", plan.nbytes):
-                    prepared = prepare_lists(plan, fold, budget, progress)
+                    parts = runner.prepare(plan)
                 chain.source.check_unchanged(plan.route.versions)
                 chain.check_base_unchanged()
             if staging is not None:
                 with clock.stage("stage"):
                     staging.result()
-            return prepared
+            return parts
         except BaseException:
             if disk is not None and staging is not None:
                 disk.stop()
@@ -251,7 +240,7 @@ def _first_report(
     state: LiveState,
     chain: Chain,
     plan: LivePlan | None,
-    prepared: Prepared,
+    parts: Sequence[PreparedPart],
     mode: WriteBackMode,
     clock: StageClock,
 ) -> UpdateReport:
@@ -261,22 +250,34 @@ def _first_report(
         "unchanged" if chain.target_version == version else "stale"
     )
     route = plan.route if plan is not None else None
+    devices = [part.device for part in parts]
+    by_path: Counter[str] = Counter()
+    reasons: dict[str, str] = {}
+    for part in parts:
+        by_path.update(part.tensors_by_path)
+        reasons.update(part.reasons)
+        clock.add(part.stages)
     return UpdateReport(
         outcome=unchanged if plan is None else "reset" if chain.target_version == 0 else "applied",
         from_version=version,
         to_version=reached,
         target_version=chain.target_version,
-        device="cpu",
+        device=next((name for name in devices if name != "cpu"), "cpu"),
         write_back=mode,
         versions=tuple(delta.version for delta in route.deltas) if route is not None else (),
         tensors_changed=len(plan.tensors) if plan is not None else 0,
-        changed_bytes=prepared.changed_bytes,
-        change_list_bytes=prepared.nbytes,
+        changed_bytes=sum(part.changes.changed_bytes for part in parts),
+        change_list_bytes=sum(part.changes.nbytes for part in parts),
         wire_bytes=route.wire_nbytes if route is not None else 0,
-        tensors_by_path={"cpu": len(plan.tensors)} if plan is not None else {},
-        reasons={"cpu": "the model's parameters are on the CPU"} if plan is not None else {},
+        tensors_by_path=dict(by_path),
+        reasons=reasons,
         unverified_source=(route.full.version,) if route is not None and route.full else (),
-        notes=tuple(route.notes()) if route is not None else (),
+        notes=tuple(
+            [
+                *(route.notes() if route is not None else ()),
+                *(n for part in parts for n in part.notes),
+            ]
+        ),
         prepare_seconds=clock.total_seconds,
         stages=clock.times(),
     )

@@ -29,6 +29,14 @@ class Settings:
         Largest index and safetensors header that are read at all.
     change_list_bytes
         Cap on the change lists of one prepared update in host memory.
+    scratch_bytes
+        Cap on the scratch memory of a CUDA device while an update is prepared; 0 means the smaller of 1 GiB and a quarter
+        of what is free.
+    device_list_bytes
+        Cap on the change lists in the memory of a CUDA device, beyond which they go to pinned host memory; 0 means a
+        quarter of what is free.
+    ring_bytes
+        Pinned host memory that published bytes are read into.
     source_retries
         How often a read that failed with EIO, ESTALE or ETIMEDOUT is tried again on a fresh descriptor.
     hook_timeout_seconds
@@ -45,6 +53,9 @@ class Settings:
     max_index_bytes: int = 256 * _MIB
     max_header_bytes: int = 100_000_000
     change_list_bytes: int = 2048 * _MIB
+    scratch_bytes: int = 0
+    device_list_bytes: int = 0
+    ring_bytes: int = 32 * _MIB
     source_retries: int = 2
     hook_timeout_seconds: float = 600.0
     swap: str = "auto"
@@ -77,7 +88,13 @@ class Settings:
             raise ValueError(f"GPUSYNC_SWAP is {self.swap!r}, not auto, staged or rolling")
         if self.piece_bytes < 4096 or self.piece_bytes % 4096:
             raise ValueError(f"GPUSYNC_PIECE_BYTES is {self.piece_bytes}, not a multiple of 4096")
-        for name in ("threads", "source_retries", "reserve_bytes"):
+        for name in (
+            "threads",
+            "source_retries",
+            "reserve_bytes",
+            "scratch_bytes",
+            "device_list_bytes",
+        ):
             if getattr(self, name) < 0:
                 raise ValueError(f"GPUSYNC_{name.upper()} is negative")
 

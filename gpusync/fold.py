@@ -25,6 +25,7 @@ from gpusync.errors import FrameFormatError, VersionConflictError
 from gpusync.files import FileChangedError, FileStamp, OpenFiles
 from gpusync.frames import MAX_WINDOW, Where, WindowTooLargeError
 from gpusync.layout import unreadable
+from gpusync.placement import Region
 from gpusync.source import SourceVersion
 from gpusync.types import Algorithm, Digest
 
@@ -75,13 +76,13 @@ class FileOrigin:
 
 
 @dataclass(frozen=True)
-class ArrayOrigin:
-    """A tensor in memory, as bytes."""
+class RegionOrigin:
+    """A tensor as it is live; device memory is copied down."""
 
-    array: Bytes
+    region: Region
 
     def read_into(self, piece: Bytes, offset: int) -> None:
-        np.copyto(piece, self.array[offset : offset + piece.size])
+        np.copyto(piece, self.region.read(offset, piece.size))
 
 
 @dataclass(frozen=True)

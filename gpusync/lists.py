@@ -1,20 +1,21 @@
-"""Change lists of a live model along a route: planned, digested on every destination, built."""
+"""The live side of an update along a route, planned: which tensors change, from what, and where they live."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from gpusync.chain import Chain, identity_after, start_layout
-from gpusync.changes import ChangeList, ListBudget, LiveSink, RegionChanges
 from gpusync.errors import PlacementError
-from gpusync.fold import ArrayOrigin, BlobSource, Fold, run_parallel
+from gpusync.fold import BlobSource, RegionOrigin
 from gpusync.marker import Marker
-from gpusync.materialize import TensorPlan, mismatch, plan_tensor
+from gpusync.materialize import TensorPlan, plan_tensor
+from gpusync.parts import LiveWork
 from gpusync.placement import Placement, refused
 from gpusync.route import Route, check_targets
-from gpusync.timing import Meter
-from gpusync.types import Algorithm, Digest, ProgressCallback
+from gpusync.types import Digest
 
 
 @dataclass(frozen=True)
@@ -31,21 +32,17 @@ class LivePlan:
         """Live bytes of the tensors that may change."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
+    def work(self, tensors: Sequence[TensorPlan]) -> LiveWork:
+        """Return the part of the plan that these tensors are."""
+        regions = {tensor.name: self.placement.regions[tensor.name] for tensor in tensors}
+        return LiveWork(tuple(tensors), regions, shared_regions(self.placement))
 
-@dataclass(frozen=True)
-class Prepared:
-    """Finished change lists; ``changed_bytes`` counts the live bytes under them."""
-
-    changes: tuple[RegionChanges, ...] = ()
-
-    @property
-    def nbytes(self) -> int:
-        """Memory that the lists take."""
-        return sum(region.nbytes for region in self.changes)
-
-    @property
-    def changed_bytes(self) -> int:
-        return sum(region.value.nbytes for region in self.changes)
+    def by_device(self) -> dict[torch.device, list[TensorPlan]]:
+        """Return the tensors, in their order, by the device that they live on."""
+        found: dict[torch.device, list[TensorPlan]] = {}
+        for tensor in self.tensors:
+            found.setdefault(self.placement.regions[tensor.name].device, []).append(tensor)
+        return found
 
 
 def plan_live(chain: Chain, route: Route, placement: Placement, identity: Marker) -> LivePlan:
@@ -68,50 +65,6 @@ def plan_live(chain: Chain, route: Route, placement: Placement, identity: Marker
     return LivePlan(route, placement, tuple(planned), identity_after(route, identity, chain))
 
 
-def prepare_lists(
-    plan: LivePlan, fold: Fold, budget: ListBudget, progress: ProgressCallback | None
-) -> Prepared:
-    """Fold every planned tensor, digest the result against what was published, and build its change list.
-
-    Live memory is read, never written.
-
-    Raises
-    ------
-    DigestMismatchError
-        A result is not the published tensor.
-    PlacementError
-        Names that share a storage do not agree on its new bytes.
-    OutOfScratchError
-        The lists exceed their cap.
-    """
-    shared = _shared_regions(plan.placement)
-    meter = Meter("decode", plan.nbytes, progress)
-
-    def one(tensor: TensorPlan) -> tuple[TensorPlan, Digest | None, list[RegionChanges]]:
-        region = plan.placement.regions[tensor.name]
-        names = shared.get(region.address, (tensor.name,))
-        algorithms: set[Algorithm] = {"xxh3-128"} if len(names) > 1 else set()
-        if tensor.expected is not None:
-            algorithms.add(tensor.expected.algorithm)
-        changes = ChangeList(tensor.name, region.array, budget) if tensor.name == names[0] else None
-        alone = isinstance(tensor.origin, ArrayOrigin) and all(blob.is_xor for blob in tensor.blobs)
-        sink = LiveSink(region.array, algorithms, changes, holds_delta=alone)
-        origin = None if alone else tensor.origin
-        fold.run(tensor.nbytes, origin, tensor.blobs, sink, (), meter.add)
-        digests = sink.digests()
-        if tensor.expected is not None and digests[tensor.expected.algorithm] != tensor.expected:
-            raise mismatch(tensor, digests[tensor.expected.algorithm])
-        return tensor, digests.get("xxh3-128"), sink.finish()
-
-    changes: list[RegionChanges] = []
-    ours: dict[str, Digest | None] = {}
-    for tensor, digest, made in run_parallel(one, plan.tensors, fold.workers):
-        ours[tensor.name] = digest
-        changes.extend(made)
-    _check_shared(shared, ours)
-    return Prepared(tuple(changes))
-
-
 def _plan_patch(name: str, route: Route, placement: Placement, chain: Chain) -> TensorPlan | None:
     """Plan one changed tensor against its live bytes; None for a second name of a tensor that changes alike."""
     blobs = tuple(
@@ -128,7 +81,7 @@ def _plan_patch(name: str, route: Route, placement: Placement, chain: Chain) -> 
         "",
         0,
         region.nbytes,
-        ArrayOrigin(region.array),
+        RegionOrigin(region),
         blobs,
         blobs[-1].delta.digests[name],
     )
@@ -169,7 +122,7 @@ def _plan_replacement(chain: Chain, route: Route, placement: Placement) -> list[
     ]
 
 
-def _shared_regions(placement: Placement) -> dict[int, tuple[str, ...]]:
+def shared_regions(placement: Placement) -> dict[int, tuple[str, ...]]:
     """Map the address of each storage that several checkpoint tensors share to their names."""
     names: dict[int, list[str]] = {}
     for name, region in placement.regions.items():
@@ -178,9 +131,27 @@ def _shared_regions(placement: Placement) -> dict[int, tuple[str, ...]]:
     return {address: tuple(sorted(found)) for address, found in names.items() if len(found) > 1}
 
 
-def _check_shared(shared: Mapping[int, tuple[str, ...]], ours: Mapping[str, Digest | None]) -> None:
+def check_shared(
+    shared: Mapping[int, tuple[str, ...]],
+    changed_names: Collection[str],
+    ours: Mapping[str, Digest],
+) -> None:
+    """Hold the new bytes of names that share a storage against each other.
+
+    Parameters
+    ----------
+    changed_names
+        The tensors that may change.
+    ours
+        xxh3-128 of the new bytes of each of them that shares its storage.
+
+    Raises
+    ------
+    PlacementError
+        They differ, or only some of them change.
+    """
     for names in shared.values():
-        changed = [name for name in names if name in ours]
+        changed = [name for name in names if name in changed_names]
         if changed and (len(changed) != len(names) or len({ours[name] for name in changed}) > 1):
             raise PlacementError(
                 "tensors that share one live storage do not agree on its new bytes",

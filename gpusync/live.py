@@ -90,6 +90,11 @@ def live_version(model: torch.nn.Module) -> int | None:
     return None if state is None or state.poisoned else state.identity.version
 
 
+def known_state(model: torch.nn.Module) -> LiveState | None:
+    """Return a model's state, poisoned or not; None before it was attached."""
+    return _states.get(model)
+
+
 def state_of(model: torch.nn.Module) -> LiveState | None:
     """Return a model's state, None before it was attached.
 
@@ -211,7 +216,7 @@ def prove(placement: Placement, layout: Layout, files: OpenFiles, settings: Sett
     def one(item: tuple[str, Region]) -> tuple[str, int | None]:
         name, region = item
         plan = plan_tensor(name, layout, NOTHING_TO_FOLD, files, known={}, from_local=False)
-        sink = _CompareSink(region.array)
+        sink = _CompareSink(region)
         fold.run(plan.nbytes, plan.origin, (), sink, ())
         return name, sink.first_difference
 
@@ -244,14 +249,14 @@ def refuse_tracing(load_weights: Any) -> None:
 class _CompareSink:
     """Notes the first byte at which a tensor differs from live memory."""
 
-    def __init__(self, live: Bytes) -> None:
-        self._live = live
+    def __init__(self, region: Region) -> None:
+        self._region = region
         self.first_difference: int | None = None
 
     def write(self, piece: Bytes, offset: int) -> None:
         if self.first_difference is not None:
             return
-        live = self._live[offset : offset + piece.size]
+        live = self._region.read(offset, piece.size)
         if not np.array_equal(piece, live):
             self.first_difference = offset + int(np.flatnonzero(piece != live)[0])
 

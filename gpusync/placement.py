@@ -1,7 +1,7 @@
 """Placement: where each checkpoint tensor lives in a model.
 
-Here the identity placement: a parameter or buffer of the tensor's own name, dtype and shape, contiguous on the CPU,
-whose storage holds the tensor's bytes. Names that share a storage (tied weights) share one region.
+Here the identity placement: a parameter or buffer of the tensor's own name, dtype and shape, contiguous in the memory of
+the host or of a CUDA device, whose storage holds the tensor's bytes. Names that share a storage (tied weights) share one region.
 """
 
 from __future__ import annotations
@@ -24,16 +24,36 @@ _REASONS_SHOWN = 5
 class Region:
     """Live bytes of one or more checkpoint tensors.
 
-    ``array`` is a uint8 view of the live storage, which the model owns; writing to it changes the model.
+    ``data`` is a flat uint8 view of the live storage, on whatever device it is; the model owns the storage, and writing
+    to it changes the model.
     """
 
-    address: int
-    array: NDArray[np.uint8]
+    data: torch.Tensor
     live_names: tuple[str, ...]
 
     @property
+    def address(self) -> int:
+        """Where the region begins; addresses of all devices and of the host are one space."""
+        return self.data.data_ptr()
+
+    @property
     def nbytes(self) -> int:
-        return self.array.size
+        return self.data.numel()
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    @property
+    def array(self) -> NDArray[np.uint8]:
+        """The bytes, where they are host memory."""
+        array: NDArray[np.uint8] = self.data.numpy()
+        return array
+
+    def read(self, offset: int, nbytes: int) -> NDArray[np.uint8]:
+        """Return some of the bytes: a view of host memory, a copy of device memory."""
+        array: NDArray[np.uint8] = self.data[offset : offset + nbytes].cpu().numpy()
+        return array
 
 
 @dataclass(frozen=True)
@@ -79,7 +99,7 @@ def place_by_name(model: torch.nn.Module, wanted: Mapping[str, TensorEntry | Non
             names_at.setdefault(tensor.data_ptr(), []).append(name)
     for name in wanted.keys() - reasons.keys():
         address = live[name].data_ptr()
-        regions[name] = Region(address, byte_view(live[name]), tuple(names_at[address]))
+        regions[name] = Region(byte_view(live[name]), tuple(names_at[address]))
     reasons.update(_partial_overlaps(regions))
     if reasons:
         raise refused(reasons)
@@ -94,11 +114,9 @@ def live_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-def byte_view(tensor: torch.Tensor) -> NDArray[np.uint8]:
-    """Return a contiguous CPU tensor's bytes as a uint8 array over the same memory."""
-    flat = tensor.detach().reshape(-1)
-    array: NDArray[np.uint8] = flat.view(torch.uint8).numpy()
-    return array
+def byte_view(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor's bytes as a flat uint8 tensor over the same memory."""
+    return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 def refused(reasons: Mapping[str, str]) -> PlacementError:
@@ -119,8 +137,8 @@ def _why_not(tensor: torch.Tensor | None, entry: TensorEntry | None) -> str | No
         return "no parameter or buffer of that name"
     if torch.nn.parameter.is_lazy(tensor):
         return "not initialized yet"
-    if tensor.device.type != "cpu":
-        return f"on {tensor.device}, and this release updates CPU models only"
+    if tensor.device.type not in ("cpu", "cuda"):
+        return f"on {tensor.device}, whose memory gpusync cannot reach"
     if not _is_plain(tensor):
         return f"a {type(tensor).__name__} of layout {tensor.layout} has no bytes of its own"
     if not tensor.is_contiguous():

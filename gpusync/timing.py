@@ -29,6 +29,13 @@ class StageClock:
             if nbytes:
                 self._bytes[name] = self._bytes.get(name, 0) + nbytes
 
+    def add(self, times: StageTimes) -> None:
+        """Add stages that were timed elsewhere."""
+        for name, seconds in times.seconds.items():
+            self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+        for name, nbytes in times.bytes.items():
+            self._bytes[name] = self._bytes.get(name, 0) + nbytes
+
     @property
     def total_seconds(self) -> float:
         """Seconds since the clock was made."""

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import time
 import weakref
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -18,10 +19,10 @@ from gpusync.errors import (
     GpuSyncError,
     PlacementError,
 )
-from gpusync.host import commit as commit_lists
-from gpusync.lists import LivePlan, Prepared
+from gpusync.lists import LivePlan
 from gpusync.live import Lease, LiveState
 from gpusync.marker import read_marker
+from gpusync.parts import LiveChanges, commit_parts
 from gpusync.placement import moved, place_by_name
 from gpusync.timing import StageClock
 from gpusync.types import UpdateReport
@@ -45,7 +46,7 @@ class Update:
         state: LiveState,
         chain: Chain,
         plan: LivePlan | None,
-        prepared: Prepared,
+        changes: Sequence[LiveChanges],
         write_back: WriteBack | None,
         report: UpdateReport,
         clock: StageClock,
@@ -58,7 +59,7 @@ class Update:
         self._state = state
         self._chain = chain
         self._plan = plan
-        self._prepared = prepared
+        self._changes = changes
         self._write_back = write_back
         self._report = report
         self._clock = clock
@@ -106,7 +107,7 @@ class Update:
         """
         self._expect("committed", "finish")
         start = time.monotonic()
-        self._prepared = Prepared()
+        self._changes = ()
         report = self._report
         try:
             if report.write_back == "sync" and self._write_back is not None:
@@ -160,7 +161,7 @@ class Update:
             self._abandon()
             raise
         try:
-            commit_lists(self._prepared.changes, self._chain.settings.workers)
+            commit_parts(self._changes)
             self._state.identity = plan.identity_after
         except (PlacementError, DeviceError):
             self._abandon()
@@ -190,7 +191,7 @@ class Update:
             )
 
     def _release(self) -> None:
-        self._prepared = Prepared()
+        self._changes = ()
         self._lease.give_back()
 
     def _expect(self, phase: str, verb: str) -> None:

@@ -1,10 +1,15 @@
 """Torch modules that hold a checkpoint's tensors under their own names, and the bytes they hold."""
 
+# One test body for every path: "cpu"; "emulated", the CUDA path on host memory; and, marked gpu, "cuda".
+
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
@@ -24,6 +29,19 @@ DTYPES = {
     "F32": torch.float32,
     "F64": torch.float64,
 }
+
+
+DEVICES = ("cpu", "emulated", pytest.param("cuda", marks=pytest.mark.gpu))
+
+
+def need(device: str) -> None:
+    """Skip where a device is missing; a missing emulator is a failure where CI runs."""
+    if device == "emulated" and shutil.which("g++") is None:
+        if os.environ.get("CI"):
+            pytest.fail("the emulated device must run in CI, and g++ is not installed")
+        pytest.skip("g++ is not installed")
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("there is no CUDA device")
 
 
 def tensor_of(data: bytes, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -48,8 +66,11 @@ def place(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
         model.register_buffer(leaf, tensor)
 
 
-def model_from(folder: Path, state: Mapping[str, bytes] | None = None) -> nn.Module:
+def model_from(
+    folder: Path, state: Mapping[str, bytes] | None = None, device: str = "cpu"
+) -> nn.Module:
     """Build a nested module with the tensors of a checkpoint folder (or with ``state``'s bytes in their place)."""
+    need(device)
     model = nn.Module()
     have = wire.read_tensors(folder) if state is None else state
     for path in sorted(folder.glob("*.safetensors")):
@@ -58,14 +79,14 @@ def model_from(folder: Path, state: Mapping[str, bytes] | None = None) -> nn.Mod
             if name != "__metadata__":
                 shape = tuple(entry["shape"])
                 place(model, name, tensor_of(have[name], entry["dtype"], shape))
-    return model
+    return model.to("cuda") if device == "cuda" else model
 
 
 def bytes_of(model: nn.Module) -> dict[str, bytes]:
     """Return every parameter's and buffer's bytes."""
     named = [*model.named_parameters(), *model.named_buffers()]
     return {
-        name: tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
+        name: tensor.detach().reshape(-1).view(torch.uint8).cpu().numpy().tobytes()
         for name, tensor in named
     }
 

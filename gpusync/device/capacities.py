@@ -31,12 +31,21 @@ TempNbytes = Callable[[int, int, int], int]
 
 # A delta buffer of 1 MiB is the least that is worth launching kernels for.
 _MIN_TILES = 16
+# Buffers this many times as large as the regions hold all of an update that most publishers would write.
+_ROOMY = 4
 # Tensors of some hundred bytes have tiles and frames of their own.
 _SMALL_TENSORS = 64
 
 
-def capacities_for(scratch_nbytes: int, temp_nbytes: TempNbytes) -> Capacities:
-    """Return the largest capacities that ``scratch_nbytes`` of device memory allow.
+def capacities_for(
+    scratch_nbytes: int, temp_nbytes: TempNbytes, region_nbytes: int = 1 << 62
+) -> Capacities:
+    """Return the largest capacities that ``scratch_nbytes`` of device memory allow, and the work can use.
+
+    Parameters
+    ----------
+    region_nbytes
+        Bytes of all regions: a small update takes little.
 
     Raises
     ------
@@ -50,7 +59,8 @@ def capacities_for(scratch_nbytes: int, temp_nbytes: TempNbytes) -> Capacities:
             needed_bytes=least,
             budget_bytes=scratch_nbytes,
         )
-    low, high = _MIN_TILES, max(_MIN_TILES, scratch_nbytes // TILE_NBYTES)
+    useful = _MIN_TILES + _ROOMY * region_nbytes // TILE_NBYTES
+    low, high = _MIN_TILES, min(useful, max(_MIN_TILES, scratch_nbytes // TILE_NBYTES))
     while low < high:
         middle = (low + high + 1) // 2
         if scratch_of(_capacities(middle), temp_nbytes) <= scratch_nbytes:

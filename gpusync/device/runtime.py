@@ -20,12 +20,10 @@ class Wait(enum.Enum):
     The value says who waits for what.
     """
 
-    COPY_FOR_DECODE = "a slot's input is copied in after the decode that read the slot before"
     DECODE_FOR_COPY = "frames are decoded after their bytes have been copied in"
-    DECODE_FOR_APPLY = "a slot's delta is decoded into after the lists that read the slot before"
-    DECODE_FOR_ENGINE = "full tensors and overwrites meet live bytes after the engine's queued writes"
+    DECODE_FOR_APPLY = "a slot's delta is written after the list of the batch that had the slot before"
     APPLY_FOR_DECODE = "a delta is digested and listed after it has been decoded"
-    APPLY_FOR_ENGINE = "live bytes are read after the engine's queued writes"
+    HOST_FOR_ENGINE = "live bytes are read, by the host or the device, after the engine's queued writes"
     HOST_FOR_COPY = "a pinned buffer is filled after the copy that read it before"
     HOST_FOR_COUNT = "a list is allocated after its entries have been counted"
     HOST_FOR_VERDICT = "digests and flags are read by the host after they have been copied out"

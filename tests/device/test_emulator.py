@@ -116,7 +116,7 @@ def test_one_stream_waits_for_another_and_the_host_for_both(runtime: Runtime) ->
     first.fill(source, 5)
     first.copy(middle, source)
     second.wait(first.record(), Wait.DECODE_FOR_COPY)
-    second.wait(runtime.engine_event(), Wait.DECODE_FOR_ENGINE)
+    second.wait(runtime.engine_event(), Wait.HOST_FOR_ENGINE)
     second.copy(end, middle)
     second.record().synchronize(Wait.HOST_FOR_VERDICT)
     assert (download(runtime, end) == 5).all()
@@ -389,7 +389,7 @@ def test_only_what_is_waited_for_runs() -> None:
     assert target.tolist() == [1, 1, 1]
 
 
-@pytest.mark.parametrize("ignored", [None, Wait.DECODE_FOR_COPY, Wait.DECODE_FOR_ENGINE])
+@pytest.mark.parametrize("ignored", [None, Wait.DECODE_FOR_COPY, Wait.HOST_FOR_ENGINE])
 @pytest.mark.parametrize("first", [1, 2])
 def test_a_wait_is_kept_and_its_absence_shows(ignored: Wait | None, first: int) -> None:
     runtime = EmulatedRuntime(Order((0, 2 - first, first - 1)), ignored=ignored)

@@ -104,8 +104,10 @@ def for_pull(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
 
 
 @pytest.fixture(scope="module")
-def for_live(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
-    return build(tmp_path_factory.mktemp("live"))
+def for_live(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Case]]:
+    return {
+        device: build(tmp_path_factory.mktemp(device)) for device in ("cpu", "emulated", "cuda")
+    }
 
 
 def sha256_of(tensors: Mapping[str, bytes]) -> dict[str, str]:
@@ -187,11 +189,14 @@ def check_next_good_update(case: Case, applied: bool) -> None:
     assert gpusync.verify(local).ok
 
 
+@pytest.mark.parametrize("device", live.DEVICES)
 @pytest.mark.parametrize("name", NAMES)
-def test_live_module(for_live: dict[str, Case], name: str, tmp_path: Path) -> None:
-    case = for_live[name]
+def test_live_module(
+    for_live: dict[str, dict[str, Case]], name: str, device: str, tmp_path: Path
+) -> None:
+    case = for_live[device][name]
     state = live_state(case, tmp_path)
-    model = live.model_from(case.local, state)
+    model = live.model_from(case.local, state, device)
     before = wire.snapshot(case.local)
     damaged = name in LOCAL_DAMAGE
     expected = case if not damaged else Case(**{**vars(case), "outcomes": ("ok", "refuse")})
@@ -199,7 +204,7 @@ def test_live_module(for_live: dict[str, Case], name: str, tmp_path: Path) -> No
         chain = gpusync.open_chain(
             case.source, case.target, checkpoint=case.local, base_dir=case.base
         )
-        gpusync.apply_to_model(model, chain, device="cpu")
+        gpusync.apply_to_model(model, chain, device=device)
     check_kept(case)
     if words == ["error"]:
         assert live.bytes_of(model) == state
@@ -210,7 +215,7 @@ def test_live_module(for_live: dict[str, Case], name: str, tmp_path: Path) -> No
         assert gpusync.live_version(model) == case.target
         assert sha256_of(wire.read_tensors(case.local)) == case.final
     if not damaged:
-        check_next_good_live_update(case, model, applied=words == ["ok"])
+        check_next_good_live_update(case, model, device, applied=words == ["ok"])
         check_kept(case)
 
 
@@ -222,7 +227,7 @@ def live_state(case: Case, tmp_path: Path) -> wire.State:
     return wire.read_tensors(case.local)
 
 
-def check_next_good_live_update(case: Case, model: Any, applied: bool) -> None:
+def check_next_good_live_update(case: Case, model: Any, device: str, applied: bool) -> None:
     version, old = case.target, live.bytes_of(model)
     if applied:
         version += 1
@@ -230,7 +235,7 @@ def check_next_good_live_update(case: Case, model: Any, applied: bool) -> None:
         old = publish_good(case, version - 1, old)
     new = publish_good(case, version, old)
     chain = gpusync.open_chain(case.source, version, checkpoint=case.local, base_dir=case.base)
-    report = gpusync.apply_to_model(model, chain, device="cpu")
+    report = gpusync.apply_to_model(model, chain, device=device)
     assert report.to_version == report.disk_version == version
     assert live.bytes_of(model) == new
     assert wire.read_tensors(case.local) == new

@@ -94,45 +94,49 @@ def test_pull_from_every_version_to_the_last(golden: Golden, tmp_path: Path) -> 
         check_disk(local, golden, golden.last)
 
 
+@pytest.mark.parametrize("device", live.DEVICES)
 def test_a_live_module_and_its_checkpoint_follow_one_version_at_a_time(
-    golden: Golden, tmp_path: Path
+    golden: Golden, tmp_path: Path, device: str
 ) -> None:
     local = tmp_path / "local"
     gpusync.pull(local, golden.base, golden.source, 0)
-    model = live.model_from(local)
+    model = live.model_from(local, device=device)
     pointers = live.pointers_of(model)
     for version in range(1, golden.last + 1):
         chain = gpusync.open_chain(golden.source, version, checkpoint=local, base_dir=golden.base)
-        report = gpusync.apply_to_model(model, chain, device="cpu")
+        report = gpusync.apply_to_model(model, chain, device=device)
         assert (report.to_version, report.disk_version) == (version, version)
+        assert report.device == device or not report.tensors_changed
         assert gpusync.live_version(model) == version
         assert sha256_of(live.bytes_of(model)) == golden.versions[version]["sha256"]
         check_disk(local, golden, version)
     assert live.pointers_of(model) == pointers
 
 
+@pytest.mark.parametrize("device", live.DEVICES)
 def test_a_live_module_and_its_checkpoint_go_straight_to_the_last(
-    golden: Golden, tmp_path: Path
+    golden: Golden, tmp_path: Path, device: str
 ) -> None:
     local = tmp_path / "local"
     gpusync.pull(local, golden.base, golden.source, 0)
-    model = live.model_from(local)
+    model = live.model_from(local, device=device)
     chain = gpusync.open_chain(golden.source, golden.last, checkpoint=local, base_dir=golden.base)
-    report = gpusync.apply_to_model(model, chain)
+    report = gpusync.apply_to_model(model, chain, device=device)
     assert report.to_version == gpusync.live_version(model) == golden.last
     assert sha256_of(live.bytes_of(model)) == golden.versions[golden.last]["sha256"]
     check_disk(local, golden, golden.last)
 
 
+@pytest.mark.parametrize("device", live.DEVICES)
 def test_a_live_module_without_a_checkpoint_goes_straight_to_the_last_and_back(
-    golden: Golden,
+    golden: Golden, device: str
 ) -> None:
-    model = live.model_from(golden.base)
+    model = live.model_from(golden.base, device=device)
     chain = gpusync.open_chain(golden.source, golden.last, base_dir=golden.base)
-    report = gpusync.apply_to_model(model, chain)
+    report = gpusync.apply_to_model(model, chain, device=device)
     assert report.write_back == "none"
     assert report.disk_version is None
     assert sha256_of(live.bytes_of(model)) == golden.versions[golden.last]["sha256"]
     back = gpusync.open_chain(golden.source, 0, base_dir=golden.base)
-    assert gpusync.apply_to_model(model, back).to_version == 0
+    assert gpusync.apply_to_model(model, back, device=device).to_version == 0
     assert sha256_of(live.bytes_of(model)) == golden.versions[0]["sha256"]

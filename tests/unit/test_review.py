@@ -282,13 +282,13 @@ def test_an_interrupt_after_the_last_store_poisons_the_model(
     """The lists are live and the identity is not: an update on top must never start."""
     model = model_at(two, 1)
     update = gpusync.prepare(model, open_chain(two, 2))
-    real = update_module.commit_lists
+    real = update_module.commit_parts
 
     def interrupted(*arguments: Any) -> None:
         real(*arguments)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(update_module, "commit_lists", interrupted)
+    monkeypatch.setattr(update_module, "commit_parts", interrupted)
     with pytest.raises(KeyboardInterrupt):
         update.commit()
     assert gpusync.live_version(model) is None

@@ -1,0 +1,301 @@
+"""The device applier: from planned tensors to change lists that are verified and ready to be stored.
+
+Everything is decided before any live byte changes: frames are walked, statuses and sizes checked, guard zones looked at,
+every result digested on the device and held against what was published.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+from gpusync.changes import ListBudget
+from gpusync.device.batches import plan_batches
+from gpusync.device.blobmaps import read_blob_map
+from gpusync.device.blobs import BlobMap
+from gpusync.device.capacities import capacities_for
+from gpusync.device.chunks import Capacities
+from gpusync.device.cuts import why_not_device
+from gpusync.device.dry import DEVICE_ALGORITHM, explain, needs_dry_pass, prove_on_host
+from gpusync.device.layers import (
+    DeviceTensor,
+    FoldedLayer,
+    FramesLayer,
+    LayerPlan,
+    PayloadLayer,
+    RawLayer,
+    RegionMap,
+)
+from gpusync.device.nvcomp import Nvcomp
+from gpusync.device.pipeline import Pipeline, Verdict
+from gpusync.device.runtime import Event, Runtime, Wait
+from gpusync.device.scratch import Scratch
+from gpusync.device.segments import DeviceChanges, ListMemory, Segment
+from gpusync.device.selftest import nvcomp_is_trusted
+from gpusync.device.staging import Feeder, NeedsHost, PinnedRing
+from gpusync.errors import DeviceError, KernelError, ModelPoisonedError
+from gpusync.fold import BlobSource, Fold, RegionOrigin, run_parallel
+from gpusync.materialize import TensorPlan
+from gpusync.parts import LiveWork, PreparedPart
+from gpusync.timing import Meter, StageClock
+from gpusync.types import Digest
+
+_DEFAULT_SCRATCH_NBYTES = 1 << 30
+_RING_SLOTS = 8
+HOST_PATH = "host_decode"
+"""Where tensors are counted that host threads decode for the device."""
+
+
+@dataclass(frozen=True)
+class DeviceCaps:
+    """Caps on memory, in bytes; 0: by what is free.
+
+    Parameters
+    ----------
+    scratch_bytes
+        On device memory while an update is prepared; 0: the smaller of 1 GiB and a quarter of what is free.
+    list_bytes
+        On device memory for change lists; 0: a quarter of what is free.
+    ring_bytes
+        Of the pinned ring that published bytes are read into.
+    host_lists
+        The cap on change lists in host memory, shared by all devices.
+    """
+
+    scratch_bytes: int
+    list_bytes: int
+    ring_bytes: int
+    host_lists: ListBudget
+
+    def fitted_to(self, runtime: Runtime) -> DeviceCaps:
+        """Return the caps with zeros replaced."""
+        quarter = runtime.free_nbytes() // 4
+        return replace(
+            self,
+            scratch_bytes=self.scratch_bytes or min(_DEFAULT_SCRATCH_NBYTES, quarter),
+            list_bytes=self.list_bytes or quarter,
+        )
+
+
+def prepare_on_device(
+    work: LiveWork,
+    runtime: Runtime,
+    caps: DeviceCaps,
+    fold: Fold,
+    meter: Meter,
+    *,
+    untrusted_source: bool,
+) -> PreparedPart:
+    """Decode, digest and list every tensor of one device; live memory is read, never written.
+
+    Blocks until the device is done. Scratch memory is given back; the lists stay with the part.
+
+    Raises
+    ------
+    FrameFormatError, SourceNotReadyError, DigestMismatchError, VersionConflictError
+        What was published is not usable; as on the CPU path.
+    OutOfScratchError
+        Scratch or lists do not fit their caps.
+    DecodeError, KernelError
+        The device failed.
+    ModelPoisonedError
+        The device is lost, or memory was written that nobody may write.
+    """
+    if runtime.is_capturing():
+        raise DeviceError("this thread is capturing a graph; prepare from another thread, or after")
+    engine = runtime.engine_event()
+    # In a thread of our own: the caller's device and capture mode stay as they are.
+    with ThreadPoolExecutor(1, "gpusync-device", initializer=runtime.enter_thread) as pool:
+        preparation = _Preparation(
+            work, runtime, caps.fitted_to(runtime), fold, meter, untrusted_source, engine
+        )
+        return pool.submit(preparation.run).result()
+
+
+class _Preparation:
+    def __init__(
+        self,
+        work: LiveWork,
+        runtime: Runtime,
+        caps: DeviceCaps,
+        fold: Fold,
+        meter: Meter,
+        untrusted_source: bool,
+        engine: Event,
+    ) -> None:
+        self._engine = engine
+        self._work = work
+        self._runtime = runtime
+        self._caps = caps
+        self._fold = fold
+        self._meter = meter
+        self._untrusted_source = untrusted_source
+        self._nvcomp = Nvcomp(runtime.nvcomp_library())
+        self._distrust: str | None = None
+        self._clock = StageClock()
+        self._notes: list[str] = []
+
+    def run(self) -> PreparedPart:
+        self._distrust = nvcomp_is_trusted(self._runtime, self._nvcomp)
+        self._engine.synchronize(Wait.HOST_FOR_ENGINE)
+        empty = [tensor for tensor in self._work.tensors if not tensor.nbytes]
+        planned = [tensor for tensor in self._work.tensors if tensor.nbytes]
+        with self._clock.stage("dry_pass"):
+            proven = prove_on_host(
+                [*empty, *(tensor for tensor in planned if needs_dry_pass(tensor))],
+                self._runtime,
+                self._fold,
+            )
+        tensors: list[DeviceTensor] = []
+        segments: list[Segment] = []
+        digests = {tensor.name: proven[tensor.name] for tensor in empty}
+        if planned:
+            tensors, verdict, segments = self._run_until_settled(planned)
+            self._judge(planned, verdict, proven)
+            digests |= {
+                tensor.name: Digest(DEVICE_ALGORITHM, f"{value:032x}")
+                for tensor, value in zip(planned, verdict.digests, strict=True)
+            }
+        return self._part(tensors, len(empty), segments, digests)
+
+    def _run_until_settled(
+        self, planned: Sequence[TensorPlan]
+    ) -> tuple[list[DeviceTensor], Verdict, list[Segment]]:
+        """Run the pipeline; again, where reading shows that a tensor is one for the host after all."""
+        to_host: dict[str, str] = {}
+        while True:
+            capacities = capacities_for(
+                self._caps.scratch_bytes,
+                self._nvcomp.decode_temp_nbytes,
+                sum(tensor.nbytes for tensor in planned),
+            )
+            tensors = self._device_tensors(planned, to_host, capacities)
+            try:
+                verdict, segments = self._run_pipeline(tensors, capacities)
+            except NeedsHost as err:
+                to_host[err.name] = err.reason
+                continue
+            return tensors, verdict, segments
+
+    def _run_pipeline(
+        self, tensors: Sequence[DeviceTensor], capacities: Capacities
+    ) -> tuple[Verdict, list[Segment]]:
+        batches = plan_batches(tensors, capacities)
+        lists = ListMemory(self._runtime, ListBudget(self._caps.list_bytes), self._caps.host_lists)
+        scratch = Scratch(self._runtime, capacities, self._nvcomp, len(tensors))
+        ring = PinnedRing(self._runtime, _RING_SLOTS, self._caps.ring_bytes // _RING_SLOTS)
+        feeder = Feeder(ring, self._fold)
+        pipeline = Pipeline(self._runtime, self._nvcomp, scratch, feeder, lists, self._meter)
+        try:
+            found = pipeline.run(batches)
+        except BaseException:
+            lists.give_all_back()
+            raise
+        self._clock.add(feeder.times())
+        if ring.note is not None:
+            self._notes.append(ring.note)
+        if lists.spilled_nbytes:
+            self._notes.append(f"{lists.spilled_nbytes} bytes of change lists are in host memory")
+        return found
+
+    def _device_tensors(
+        self, planned: Sequence[TensorPlan], to_host: Mapping[str, str], capacities: Capacities
+    ) -> list[DeviceTensor]:
+        def one(item: tuple[int, TensorPlan]) -> DeviceTensor:
+            number, tensor = item
+            reason = to_host.get(tensor.name) or self._distrust
+            on_device = None if reason else self._layers(tensor)
+            if isinstance(on_device, str):
+                reason = on_device
+            found = DeviceTensor(
+                number,
+                tensor.name,
+                tensor.nbytes,
+                RegionMap.whole(self._work.regions[tensor.name].address, tensor.nbytes),
+                on_device if isinstance(on_device, tuple) else (_folded(tensor),),
+                reason,
+                listed=self._work.names_beside(tensor.name)[0] == tensor.name,
+            )
+            reason = reason or why_not_device(found, capacities)
+            if reason == found.host_reason:
+                return found
+            return replace(found, layers=(_folded(tensor),), host_reason=reason)
+
+        found = run_parallel(one, list(enumerate(planned)), self._fold.workers)
+        return sorted(found, key=lambda tensor: tensor.number)
+
+    def _layers(self, tensor: TensorPlan) -> tuple[LayerPlan, ...] | str:
+        """Return a tensor's layers for the device, or why the host must fold it."""
+        layers: list[LayerPlan] = []
+        if not isinstance(tensor.origin, RegionOrigin):
+            layers.append(RawLayer(tensor.origin))
+        for blob in tensor.blobs:
+            found = read_blob_map(blob, tensor.nbytes, untrusted=self._untrusted_source)
+            if isinstance(found, str):
+                return found
+            layers.append(_layer_of(blob, found))
+        return tuple(layers)
+
+    def _judge(
+        self, planned: Sequence[TensorPlan], verdict: Verdict, proven: Mapping[str, Digest]
+    ) -> None:
+        """Raise for whatever the device found wrong; where the bytes are at fault, as the CPU path does."""
+        if verdict.damaged:
+            raise ModelPoisonedError(
+                "the decoder wrote outside of the memory it was given: replace the process"
+            )
+        for tensor, bad in zip(planned, verdict.bad.tolist(), strict=True):
+            if bad:
+                raise explain(tensor, self._runtime, self._fold, "could not decode a blob")
+        if verdict.stopped:
+            raise KernelError("the device stopped without saying at which tensor")
+        for tensor, value in zip(planned, verdict.digests, strict=True):
+            expected = proven.get(tensor.name) or tensor.expected
+            if expected is not None and expected.hex != f"{value:032x}":
+                raise explain(tensor, self._runtime, self._fold, "digested other bytes")
+        if verdict.unlike:
+            raise KernelError("a change list is not what the digest pass counted")
+
+    def _part(
+        self,
+        tensors: Sequence[DeviceTensor],
+        empty: int,
+        segments: Sequence[Segment],
+        digests: Mapping[str, Digest],
+    ) -> PreparedPart:
+        reasons = Counter(tensor.host_reason for tensor in tensors if tensor.host_reason)
+        on_host = reasons.total() + empty
+        if empty:
+            reasons["no bytes"] = empty
+        by_path: dict[str, int] = {
+            self._runtime.name: len(tensors) + empty - on_host,
+            HOST_PATH: on_host,
+        }
+        why: dict[str, str] = {self._runtime.name: self._runtime.describe()}
+        if on_host:
+            shown = (f"{count} tensor(s): {reason}" for reason, count in reasons.most_common(5))
+            why[HOST_PATH] = "; ".join(shown)
+        return PreparedPart(
+            self._runtime.name,
+            DeviceChanges(self._runtime, self._runtime.stream(), segments),
+            digests,
+            {path: count for path, count in by_path.items() if count},
+            why,
+            self._clock.times(),
+            tuple(self._notes),
+        )
+
+
+def _layer_of(blob: BlobSource, found: BlobMap) -> LayerPlan:
+    encoding = blob.delta.index.encoding if blob.delta.index is not None else "xor"
+    if encoding == "xor":
+        return FramesLayer(blob, found)
+    return PayloadLayer(blob, found, encoding)
+
+
+def _folded(tensor: TensorPlan) -> FoldedLayer:
+    """Return the layer of a tensor that the host folds: its delta where only xor deltas come, else its new bytes."""
+    alone = isinstance(tensor.origin, RegionOrigin) and all(blob.is_xor for blob in tensor.blobs)
+    return FoldedLayer(None if alone else tensor.origin, tensor.blobs)

@@ -1,0 +1,242 @@
+"""The pipeline of prepare: batches read, copied, decoded, digested and listed, two under way at a time.
+
+::
+
+    host     feed batch k+1 into the ring          allocate the list of batch k
+    copy     ........ input of k+1 ........
+    decode            frames of k -> layers -> delta of k
+    apply                        digest, count, then list of k-1
+
+Queues wait for each other by events, each named in :class:`Wait`; the host waits only for counts and for its own
+buffers. Nothing here writes live memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpusync.device.chunks import Batch, Chunk
+from gpusync.device.launches import (
+    Tiles,
+    launch_check_guards,
+    launch_fill_guards,
+    launch_layers,
+    launch_payloads,
+    launch_status_check,
+)
+from gpusync.device.layers import PayloadLayer
+from gpusync.device.listing import Listing, send_tables
+from gpusync.device.nvcomp import DecodeArrays, Nvcomp
+from gpusync.device.rounds import BatchBuffers, RoundTables, TableBlock, plan_round
+from gpusync.device.runtime import Runtime, Wait
+from gpusync.device.scratch import Scratch, Slot, host_memory
+from gpusync.device.segments import ListMemory, Segment
+from gpusync.device.staging import Feeder
+from gpusync.errors import GpuSyncError
+from gpusync.timing import Meter
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the device found, by number of tensor.
+
+    Parameters
+    ----------
+    digests
+        XXH3-128 of each region's new bytes.
+    bad
+        u32: 1 where nvCOMP reported a failure or another size, 2 where a payload breaks a rule.
+    stopped, damaged, unlike
+        Whether something shut the gate; a guard zone was written; a list is not what the digest pass counted.
+    """
+
+    digests: tuple[int, ...]
+    bad: NDArray[np.uint32]
+    stopped: bool
+    damaged: bool
+    unlike: bool
+
+
+class _GateShut(Exception):
+    """A frame or a payload was found bad: what is behind it was skipped, and the verdict tells which."""
+
+
+class Pipeline:
+    """Runs batches on one device, once.
+
+    Parameters
+    ----------
+    scratch
+        Sized for the batches.
+    lists
+        Where finished lists go.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        nvcomp: Nvcomp,
+        scratch: Scratch,
+        feeder: Feeder,
+        lists: ListMemory,
+        meter: Meter,
+    ) -> None:
+        self._nvcomp = nvcomp
+        self._scratch = scratch
+        self._feeder = feeder
+        self._lists = lists
+        self._meter = meter
+        self._runtime = runtime
+        self._copy, self._decode, self._apply = (runtime.stream() for _ in range(3))
+        self._segments: list[Segment] = []
+
+    def run(self, batches: Sequence[Batch]) -> tuple[Verdict, list[Segment]]:
+        """Run every batch, and return what was found with the finished lists. Blocks until the device is done.
+
+        Raises
+        ------
+        GpuSyncError
+            As the feeder, the list memory or the runtime raise; nothing of the device is in use any more.
+        """
+        try:
+            for table in (self._scratch.flags, self._scratch.bad):
+                self._decode.fill(table, 0)
+            stopped = False
+            try:
+                self._run_batches(batches)
+            except _GateShut:
+                stopped = True
+            return self._read_verdict(stopped), self._segments
+        finally:
+            self._drain()
+
+    def _run_batches(self, batches: Sequence[Batch]) -> None:
+        waiting: Listing | None = None
+        for number, batch in enumerate(batches):
+            listing = self._run_batch(batch, self._scratch.slots[number % 2])
+            if waiting is not None:
+                self._finish_list(waiting)
+            waiting = listing
+            self._meter.add(sum(chunk.nbytes for chunk in batch.chunks))
+        if waiting is not None:
+            self._finish_list(waiting)
+
+    def _run_batch(self, batch: Batch, slot: Slot) -> Listing:
+        scratch = self._scratch
+        buffers = BatchBuffers(
+            slot.delta.data_ptr(), slot.input.data_ptr(), scratch.output.data_ptr()
+        )
+        self._feeder.feed(batch, slot.input, self._copy)
+        block = TableBlock()
+        rounds = [plan_round(batch, number, buffers, block) for number in range(batch.rounds)]
+        guards = block.add(np.array(scratch.temp_guards, np.uint64))
+        listing = send_tables(batch, slot, buffers, block, self._copy, self._lists, scratch.gate)
+        self._decode.wait(listing.copied, Wait.DECODE_FOR_COPY)
+        if slot.listed is not None:
+            self._decode.wait(slot.listed, Wait.DECODE_FOR_APPLY)
+        base = slot.tables.data_ptr()
+        for number, tables in enumerate(rounds):
+            self._run_round(batch, number, tables, listing.tiles, slot, base + guards)
+        self._apply.wait(self._decode.record(), Wait.APPLY_FOR_DECODE)
+        listing.queue_digest(self._apply, scratch)
+        return listing
+
+    def _run_round(
+        self,
+        batch: Batch,
+        number: int,
+        tables: RoundTables,
+        tiles: Tiles,
+        slot: Slot,
+        temp_guards: int,
+    ) -> None:
+        stream, scratch, base = self._decode, self._scratch, slot.tables.data_ptr()
+        for offset, nbytes in tables.bitmaps:
+            stream.fill(scratch.output[offset : offset + nbytes], 0)
+        if number == 0:
+            for chunk in sparse_chunks(batch):
+                stream.fill(slot.delta[chunk.delta_offset :][: chunk.nbytes], 0)
+        if tables.nframes:
+            arrays = DecodeArrays.within(base + tables.frames, tables.nframes)
+            launch_fill_guards(stream, base + tables.zones, tables.nzones)
+            launch_fill_guards(stream, temp_guards, 2)
+            self._nvcomp.decode(stream, arrays, scratch.temp)
+            launch_status_check(
+                stream,
+                statuses=arrays.statuses,
+                actual=arrays.out_nbytes,
+                expected=arrays.out_capacities,
+                frame_tensor=base + tables.frame_tensor,
+                nframes=tables.nframes,
+                bad=scratch.bad.data_ptr(),
+                gate=scratch.gate,
+            )
+            launch_check_guards(stream, base + tables.zones, tables.nzones, scratch.damaged)
+            launch_check_guards(stream, temp_guards, 2, scratch.damaged)
+        launch_layers(
+            stream,
+            tiles,
+            layers=base + tables.layers,
+            tile_layer=base + tables.tile_layer,
+            ntiles=tables.nlayer_tiles,
+        )
+        launch_payloads(
+            stream,
+            tiles,
+            payloads=base + tables.payloads,
+            item_payload=base + tables.item_payload,
+            nitems=tables.nitems,
+            bad=scratch.bad.data_ptr(),
+        )
+
+    def _finish_list(self, listing: Listing) -> None:
+        """Write the list of a batch that was counted.
+
+        Raises
+        ------
+        _GateShut
+            Something before it failed.
+        """
+        count = listing.read_count()
+        if count is None:
+            raise _GateShut
+        if count:
+            segment = listing.queue_list(self._apply, self._lists, count, self._scratch.unlike)
+            self._segments.append(segment)
+        listing.slot.listed = self._apply.record()
+
+    def _read_verdict(self, stopped: bool) -> Verdict:
+        stream, scratch = self._apply, self._scratch
+        stream.wait(self._decode.record(), Wait.APPLY_FOR_DECODE)
+        tables = (scratch.digests, scratch.bad, scratch.flags)
+        copies = [host_memory(self._runtime, table.numel()) for table in tables]
+        for copy, table in zip(copies, tables, strict=True):
+            stream.copy(copy, table)
+        stream.record().synchronize(Wait.HOST_FOR_VERDICT)
+        halves = copies[0].numpy().view(np.uint64).tolist()
+        gate, damaged, unlike = copies[2].numpy().view(np.uint32).tolist()
+        return Verdict(
+            digests=tuple(
+                high << 64 | low for low, high in zip(halves[::2], halves[1::2], strict=True)
+            ),
+            bad=copies[1].numpy().view(np.uint32).copy(),
+            stopped=stopped or bool(gate),
+            damaged=bool(damaged),
+            unlike=bool(unlike),
+        )
+
+    def _drain(self) -> None:
+        """Wait for all that was queued: its memory is about to be freed. What fails here has failed before."""
+        for stream in (self._copy, self._decode, self._apply):
+            with contextlib.suppress(GpuSyncError):
+                stream.synchronize()
+
+
+def sparse_chunks(batch: Batch) -> list[Chunk]:
+    """Return the chunks whose first layer names positions: their deltas start as zeros."""
+    return [chunk for chunk in batch.chunks if isinstance(chunk.layers[0].plan, PayloadLayer)]

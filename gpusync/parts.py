@@ -1,0 +1,138 @@
+"""The live side of an update, in parts: the tensors of one device, and what is ready to be stored on it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from gpusync.errors import ModelPoisonedError
+from gpusync.materialize import TensorPlan
+from gpusync.placement import Region
+from gpusync.types import Digest, StageTimes
+
+
+class LiveChanges(Protocol):
+    """One part's change lists, from prepare to release.
+
+    Every method leaves the part's live bytes as they were before the call if it raises, except for
+    ModelPoisonedError.
+    """
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that the lists take, in bytes."""
+
+    @property
+    def changed_bytes(self) -> int:
+        """Live bytes under the lists."""
+
+    def check(self) -> None:
+        """Hold the live words against those of prepare, as far as that is cheaper than along with the stores.
+
+        Raises
+        ------
+        PlacementError
+            They changed since.
+        DeviceError
+            This is no moment to commit.
+        """
+
+    def store(self) -> None:
+        """XOR the lists into the live words, and return when that is done.
+
+        Raises
+        ------
+        PlacementError
+            The live words changed since prepare.
+        DeviceError
+            A store failed and was taken back.
+        ModelPoisonedError
+            It could not be taken back.
+        """
+
+    def take_back(self) -> None:
+        """Undo a store that had succeeded.
+
+        Raises
+        ------
+        ModelPoisonedError
+            It cannot be undone.
+        """
+
+
+@dataclass(frozen=True)
+class LiveWork:
+    """Tensors of one device that may change.
+
+    Parameters
+    ----------
+    tensors
+        Largest first.
+    regions
+        Where each of them lives.
+    shared
+        Address of each storage that several checkpoint tensors share to their names, sorted.
+    """
+
+    tensors: tuple[TensorPlan, ...]
+    regions: Mapping[str, Region]
+    shared: Mapping[int, tuple[str, ...]]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def names_beside(self, name: str) -> tuple[str, ...]:
+        """Return all names of a tensor's storage, sorted: the first one has the change list."""
+        return self.shared.get(self.regions[name].address, (name,))
+
+
+@dataclass(frozen=True)
+class PreparedPart:
+    """A part that is verified and ready to be stored.
+
+    Parameters
+    ----------
+    device
+        "cpu", "cuda" or "emulated".
+    digests
+        xxh3-128 of each tensor's new bytes; of those alone on their storage it may be left out.
+    tensors_by_path, reasons
+        As in UpdateReport.
+    stages
+        The part's own, where it has several; they overlap.
+    notes
+        Whatever took another way than asked, with the reason.
+    """
+
+    device: str
+    changes: LiveChanges
+    digests: Mapping[str, Digest]
+    tensors_by_path: Mapping[str, int]
+    reasons: Mapping[str, str]
+    stages: StageTimes = field(default_factory=StageTimes)
+    notes: tuple[str, ...] = ()
+
+
+def commit_parts(parts: Sequence[LiveChanges]) -> None:
+    """Store every part, or none.
+
+    Raises
+    ------
+    PlacementError, DeviceError
+        Everything is as it was.
+    ModelPoisonedError
+        Some parts are stored, and could not be taken back.
+    """
+    for part in parts:
+        part.check()
+    for number, part in enumerate(parts):
+        try:
+            part.store()
+        except ModelPoisonedError:
+            raise
+        except BaseException:
+            for stored in parts[:number]:
+                stored.take_back()
+            raise
