@@ -236,7 +236,7 @@ __device__ __forceinline__ u64 chunk_position(const Payload& payload, const Chun
         if (column >= chunk.run_nbytes) return chunk.nbytes;
         q = q / payload.tensor_stride * chunk.run_nbytes + column;
     }
-    return q < chunk.offset ? chunk.nbytes : q - chunk.offset;
+    return q - chunk.offset;  // before the chunk: wraps round to more than any nbytes
 }
 
 // delta ^= byte (xor_sparse), or delta = byte ^ live (overwrite), for the entries that fall into the chunk; their
