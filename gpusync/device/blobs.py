@@ -98,6 +98,11 @@ class BlobFile:
     where: Where
     stated: str | None
 
+    def where_at(self, offset: int) -> Where:
+        """Return the place of the blob's byte ``offset``, for errors."""
+        where = self.where
+        return Where(where.version, where.file, where.tensor, self.begin + offset)
+
     def read_into(self, buffer: memoryview, offset: int) -> None:
         """Fill ``buffer`` from ``offset`` bytes into the blob.
 

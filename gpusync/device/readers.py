@@ -7,7 +7,6 @@ is one. What does not agree is no error yet: the host may find the blob in order
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -79,7 +78,7 @@ class FramesReader:
         )
         self._walker = FrameWalker(
             content_nbytes=content_end - content_begin,
-            where=replace(blob.where, offset=blob.where.offset + begin),
+            where=blob.where_at(begin),
             on_frame=self._check,
         )
         self._hasher: Hasher | None = None
@@ -164,7 +163,9 @@ class RawReader:
 class FoldReader:
     """Region bytes of a tensor that the host folds, packed; one reader serves all chunks of a region, in order."""
 
-    def __init__(self, fold: Fold, layer: FoldedLayer, tensor_nbytes: int, region: RegionMap):
+    def __init__(
+        self, fold: Fold, layer: FoldedLayer, tensor_nbytes: int, region: RegionMap
+    ) -> None:
         self._pieces: Iterator[tuple[int, Bytes]] = fold.pieces(
             tensor_nbytes, layer.origin, layer.blobs
         )
@@ -223,6 +224,8 @@ def gather(region: RegionMap, piece: Bytes, begin: int, q: int, out: Bytes) -> i
 
 def hash_blob(blob: BlobFile, hasher: Hasher, begin: int, end: int) -> None:
     """Hash blob bytes ``begin`` to ``end``."""
+    if begin == end:
+        return
     buffer = memoryview(bytearray(min(end - begin, _PIECE_NBYTES)))
     for offset in range(begin, end, _PIECE_NBYTES):
         piece = buffer[: min(_PIECE_NBYTES, end - offset)]
