@@ -204,8 +204,7 @@ def _prepare_both(
         try:
             parts: list[PreparedPart] = []
             if plan is not None:
-                with clock.stage("decode", plan.nbytes):
-                    parts = runner.prepare(plan)
+                parts = runner.prepare(plan)
                 chain.source.check_unchanged(plan.route.versions)
                 chain.check_base_unchanged()
             if staging is not None:

@@ -15,7 +15,7 @@ from gpusync.errors import DeviceError, ModelPoisonedError, PlacementError
 from gpusync.fold import Fold, RegionOrigin, run_parallel
 from gpusync.materialize import TensorPlan, mismatch
 from gpusync.parts import LiveWork, PreparedPart
-from gpusync.timing import Meter
+from gpusync.timing import Meter, StageClock
 from gpusync.types import Algorithm, Digest
 
 _RUNS_PER_WORKER = 4
@@ -57,16 +57,19 @@ def prepare_host(work: LiveWork, fold: Fold, budget: ListBudget, meter: Meter) -
 
     changes: list[RegionChanges] = []
     ours: dict[str, Digest] = {}
-    for name, digest, made in run_parallel(one, work.tensors, fold.workers):
-        if digest is not None:
-            ours[name] = digest
-        changes.extend(made)
+    clock = StageClock()
+    with clock.stage("decode", work.nbytes):
+        for name, digest, made in run_parallel(one, work.tensors, fold.workers):
+            if digest is not None:
+                ours[name] = digest
+            changes.extend(made)
     return PreparedPart(
         "cpu",
         HostChanges(changes, fold.workers),
         ours,
         {"cpu": len(work.tensors)},
         {"cpu": "these parameters are on the CPU"},
+        clock.times(),
     )
 
 

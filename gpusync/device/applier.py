@@ -194,6 +194,7 @@ class _Preparation:
             lists.give_all_back()
             raise
         self._clock.add(feeder.times())
+        self._clock.add(found[0].times)
         if ring.note is not None:
             self._notes.append(ring.note)
         if lists.spilled_nbytes:

@@ -206,6 +206,11 @@ class Batch:
     input_nbytes: int
     tiles: int
 
+    @property
+    def region_nbytes(self) -> int:
+        """Bytes of regions that the chunks are."""
+        return sum(chunk.nbytes for chunk in self.chunks)
+
     @cached_property
     def rounds(self) -> int:
         """Layers of the chunk with the most."""

@@ -35,12 +35,18 @@ class CudaEvent:
         with self.translated("waiting for an event"):
             self.event.synchronize()
 
+    def seconds_since(self, earlier: CudaEvent) -> float:
+        """Return the time between two points of one device; both have been passed."""
+        with self.translated("reading an event's time"):
+            milliseconds: float = earlier.event.elapsed_time(self.event)
+        return milliseconds / 1e3
+
 
 def record(stream: torch.cuda.Stream, translated: Translated) -> CudaEvent:
     """Return an event behind all that a torch stream holds now."""
     with translated("recording an event"):
         # blocking: a host thread that waits sleeps, where it would else keep a core busy that the engine needs
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
         event.record(stream)
     return CudaEvent(event, translated)
 

@@ -47,8 +47,14 @@ class Listing:
     copied: Event
     counted: Event | None = field(default=None, init=False)
 
-    def queue_digest(self, stream: Stream, scratch: Scratch) -> None:
-        """Queue the passes over the delta, up to the number of entries, which is copied out with the gate."""
+    def queue_digest(self, stream: Stream, scratch: Scratch) -> Event:
+        """Queue the passes over the delta, up to the number of entries, which is copied out with the gate.
+
+        Returns
+        -------
+        Event
+            Behind all that.
+        """
         stream.fill(self.checks, 0)
         launch_digest(
             stream,
@@ -62,6 +68,7 @@ class Listing:
         stream.copy(self.slot.count[:4], self.total)
         stream.copy(self.slot.count[4:], scratch.flags[:4])
         self.counted = stream.record()
+        return self.counted
 
     def read_count(self) -> int | None:
         """Wait for the number of entries, and return it; None where the gate is shut and nothing was counted."""
@@ -86,7 +93,7 @@ class Listing:
         KernelError
             There are more entries than words: the count is not to be trusted.
         """
-        if count > sum(chunk.nbytes for chunk in self.batch.chunks):
+        if count > self.batch.region_nbytes:
             raise KernelError("more changes were counted than a batch has bytes", got=count)
         memory = lists.take(ENTRY_NBYTES * count)
         entries = Entries(self.tables.firsts, memory.data_ptr(), memory.data_ptr() + 2 * count)

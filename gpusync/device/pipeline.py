@@ -14,6 +14,7 @@ buffers. Nothing here writes live memory.
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -33,12 +34,13 @@ from gpusync.device.layers import PayloadLayer
 from gpusync.device.listing import Listing, send_tables
 from gpusync.device.nvcomp import DecodeArrays, Nvcomp
 from gpusync.device.rounds import BatchBuffers, RoundTables, TableBlock, plan_round
-from gpusync.device.runtime import Runtime, Wait
+from gpusync.device.runtime import Event, Runtime, Wait
 from gpusync.device.scratch import Scratch, Slot, host_memory
-from gpusync.device.segments import ListMemory, Segment
+from gpusync.device.segments import ENTRY_NBYTES, ListMemory, Segment
 from gpusync.device.staging import Feeder
 from gpusync.errors import GpuSyncError
 from gpusync.timing import Meter
+from gpusync.types import StageTimes
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,8 @@ class Verdict:
     ----------
     digests
         XXH3-128 of each region's new bytes.
+    times
+        "decode", "digest" and "list", by the device's clock.
     bad
         u32: 1 where nvCOMP reported a failure or another size, 2 where a payload breaks a rule.
     stopped, damaged, unlike
@@ -56,10 +60,21 @@ class Verdict:
     """
 
     digests: tuple[int, ...]
+    times: StageTimes
     bad: NDArray[np.uint32]
     stopped: bool
     damaged: bool
     unlike: bool
+
+
+@dataclass(frozen=True)
+class _Span:
+    """Work between two events of one stream."""
+
+    stage: str
+    begin: Event
+    end: Event
+    nbytes: int
 
 
 class _GateShut(Exception):
@@ -94,6 +109,7 @@ class Pipeline:
         self._runtime = runtime
         self._copy, self._decode, self._apply = (runtime.stream() for _ in range(3))
         self._segments: list[Segment] = []
+        self._spans: list[_Span] = []
 
     def run(self, batches: Sequence[Batch]) -> tuple[Verdict, list[Segment]]:
         """Run every batch, and return what was found with the finished lists. Blocks until the device is done.
@@ -122,7 +138,7 @@ class Pipeline:
             if waiting is not None:
                 self._finish_list(waiting)
             waiting = listing
-            self._meter.add(sum(chunk.nbytes for chunk in batch.chunks))
+            self._meter.add(batch.region_nbytes)
         if waiting is not None:
             self._finish_list(waiting)
 
@@ -140,10 +156,15 @@ class Pipeline:
         if slot.listed is not None:
             self._decode.wait(slot.listed, Wait.DECODE_FOR_APPLY)
         base = slot.tables.data_ptr()
+        begin = self._decode.record()
         for number, tables in enumerate(rounds):
             self._run_round(batch, number, tables, listing.tiles, slot, base + guards)
-        self._apply.wait(self._decode.record(), Wait.APPLY_FOR_DECODE)
-        listing.queue_digest(self._apply, scratch)
+        decoded = self._decode.record()
+        self._timed("decode", begin, decoded, sum(tables.decoded_nbytes for tables in rounds))
+        self._apply.wait(decoded, Wait.APPLY_FOR_DECODE)
+        begin = self._apply.record()
+        counted = listing.queue_digest(self._apply, scratch)
+        self._timed("digest", begin, counted, batch.region_nbytes)
         return listing
 
     def _run_round(
@@ -205,10 +226,24 @@ class Pipeline:
         count = listing.read_count()
         if count is None:
             raise _GateShut
+        begin = self._apply.record()
         if count:
             segment = listing.queue_list(self._apply, self._lists, count, self._scratch.unlike)
             self._segments.append(segment)
         listing.slot.listed = self._apply.record()
+        self._timed("list", begin, listing.slot.listed, ENTRY_NBYTES * count)
+
+    def _timed(self, stage: str, begin: Event, end: Event, nbytes: int) -> None:
+        self._spans.append(_Span(stage, begin, end, nbytes))
+
+    def _times(self) -> StageTimes:
+        """Add up what the device's own clock says of the spans, all of them past."""
+        seconds: defaultdict[str, float] = defaultdict(float)
+        nbytes: defaultdict[str, int] = defaultdict(int)
+        for span in self._spans:
+            seconds[span.stage] += span.end.seconds_since(span.begin)
+            nbytes[span.stage] += span.nbytes
+        return StageTimes(dict(seconds), dict(nbytes))
 
     def _read_verdict(self, stopped: bool) -> Verdict:
         stream, scratch = self._apply, self._scratch
@@ -224,6 +259,7 @@ class Pipeline:
             digests=tuple(
                 high << 64 | low for low, high in zip(halves[::2], halves[1::2], strict=True)
             ),
+            times=self._times(),
             bad=copies[1].numpy().view(np.uint32).copy(),
             stopped=stopped or bool(gate),
             damaged=bool(damaged),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -21,9 +21,13 @@ class Wait(enum.Enum):
     """
 
     DECODE_FOR_COPY = "frames are decoded after their bytes have been copied in"
-    DECODE_FOR_APPLY = "a slot's delta is written after the list of the batch that had the slot before"
+    DECODE_FOR_APPLY = (
+        "a slot's delta is written after the list of the batch that had the slot before"
+    )
     APPLY_FOR_DECODE = "a delta is digested and listed after it has been decoded"
-    HOST_FOR_ENGINE = "live bytes are read, by the host or the device, after the engine's queued writes"
+    HOST_FOR_ENGINE = (
+        "live bytes are read, by the host or the device, after the engine's queued writes"
+    )
     HOST_FOR_COPY = "a pinned buffer is filled after the copy that read it before"
     HOST_FOR_COUNT = "a list is allocated after its entries have been counted"
     HOST_FOR_VERDICT = "digests and flags are read by the host after they have been copied out"
@@ -34,6 +38,9 @@ class Event(Protocol):
 
     def synchronize(self, why: Wait) -> None:
         """Block the host until the queue has passed the point."""
+
+    def seconds_since(self, earlier: Any) -> float:
+        """Return the time between two points of one device; both have been passed."""
 
 
 class Stream(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -39,6 +40,8 @@ class _Point:
     """A place in a queue that an event stands for."""
 
     passed: bool = False
+    at: float = field(default_factory=time.perf_counter)
+    """When it was passed; before, when it was recorded."""
 
 
 @dataclass
@@ -142,7 +145,7 @@ class Queues:
             raise KernelError("a queue waits for an event of another device")
         operation = max(ready, key=lambda queue: queue.priority).operations.popleft()
         if isinstance(operation, _Point):
-            operation.passed = True
+            operation.passed, operation.at = True, time.perf_counter()
         elif not isinstance(operation, _Hold):
             try:
                 operation()
@@ -165,3 +168,7 @@ class EmulatedEvent:
     def synchronize(self, why: Wait) -> None:
         """Run queued work until the point has been passed."""
         self.queues.pass_point(self.point, why)
+
+    def seconds_since(self, earlier: EmulatedEvent) -> float:
+        """Return the time between two points; both have been passed."""
+        return self.point.at - earlier.point.at
