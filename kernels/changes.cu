@@ -1,8 +1,7 @@
 // Change lists: which words of a batch's chunks change and by what XOR, in increasing order, the same on every run.
 //   gs_count, gs_rows, gs_groups, gs_firsts   how many entries there are, and where those of each part begin
 //   gs_write                                  the entries
-//   gs_entry_sums, gs_compare                 whether a list, or the live words under it, are what was digested
-//   gs_scatter                                the only kernel that stores to live memory
+//   gs_list_sums, gs_compare                  whether a list is what was digested
 // Tables, in scratch, 16-byte aligned: counts u8[ntiles * 1024], rows u16[ntiles * 64], totals u32[ntiles],
 // groups u32[ceil(ntiles / 64)], firsts u32[ntiles + 1], so a batch has fewer than 2^32 entries.
 // A list: index u16[n] (number of the word within its tile) and value u16[n] (new XOR live); those of tile t are
@@ -31,18 +30,6 @@ __device__ __forceinline__ u64 sum_counts(u64 x, u64 y)
     const u64 even = 0x00FF00FF00FF00FFull;
     const u64 pairs = (x & even) + (x >> 8 & even) + (y & even) + (y >> 8 & even);
     return pairs * word_ones(2) >> 48;
-}
-
-// Region position of a tile's first byte.
-__device__ __forceinline__ u64 tile_position(const Chunk& chunk, u64 tile)
-{
-    return chunk.offset + (tile - chunk.first_tile) * TILE_NBYTES;
-}
-
-// Whether the word at region position q is two bytes; the byte behind an odd region is not ours to touch.
-__device__ __forceinline__ bool is_wide(const Chunk& chunk, u64 q)
-{
-    return chunk.unit == 2 && q + 1 < chunk.region_nbytes;
 }
 
 // counts[tile * 1024 + segment] = changed words of that segment, 0 in chunks that are not listed.
@@ -182,33 +169,17 @@ extern "C" __global__ void gs_write(const Chunk* __restrict__ chunks, const u32*
     }
 }
 
-// sums[tile] += mix_entry(index, word) over the tile's entries; word is the live one, or the entry's value. What the
-// digest pass summed for the tile is equal, unless the list or the live bytes changed. sums is zeroed before.
-// Grid: one block per tile.
-extern "C" __global__ void gs_entry_sums(const Chunk* __restrict__ chunks, const u32* __restrict__ tile_chunk,
-                                         u64 ntiles, const u32* __restrict__ firsts, const u16* __restrict__ index,
-                                         const u16* __restrict__ value, u64 of_live, u64* __restrict__ sums)
+// sums[tile] += mix_entry(index, value) over the tile's entries. What the digest pass summed for the tile is equal,
+// unless the list is not what was digested. sums is zeroed before. Grid: one block per tile.
+extern "C" __global__ void gs_list_sums(u64 ntiles, const u32* __restrict__ firsts, const u16* __restrict__ index,
+                                        const u16* __restrict__ value, u64* __restrict__ sums)
 {
     const u64 tile = blockIdx.x;
     if (tile >= ntiles) return;
     const u64 end = firsts[tile + 1];
-    u64 entry = (u64)firsts[tile] + threadIdx.x;
-    if (entry >= end) return;
-    const Chunk chunk = chunks[tile_chunk[tile]];
-    const u64 begin = tile_position(chunk, tile);
     u64 sum = 0;
-    for (; entry < end; entry += blockDim.x) {
-        const u64 number = index[entry];
-        u64 word;
-        if (of_live) {
-            const u64 q = begin + number * chunk.unit;
-            const u8* live = live_at(chunk, q);
-            word = is_wide(chunk, q) ? *(const u16*)live : *live;
-        } else {
-            word = value[entry];
-        }
-        sum += mix_entry(number, word);
-    }
+    for (u64 entry = (u64)firsts[tile] + threadIdx.x; entry < end; entry += blockDim.x)
+        sum += mix_entry(index[entry], value[entry]);
     if (sum) atomicAdd(&sums[tile], sum);
 }
 
@@ -218,24 +189,4 @@ extern "C" __global__ void gs_compare(const u64* __restrict__ a, u64 a_stride, c
 {
     const u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n && a[i * a_stride] != b[i * b_stride]) *differs = 1;
-}
-
-// live word ^= value for every entry; once more takes it back. Grid: one block per tile.
-extern "C" __global__ void gs_scatter(const Chunk* __restrict__ chunks, const u32* __restrict__ tile_chunk, u64 ntiles,
-                                      const u32* __restrict__ firsts, const u16* __restrict__ index,
-                                      const u16* __restrict__ value)
-{
-    const u64 tile = blockIdx.x;
-    if (tile >= ntiles) return;
-    const u64 end = firsts[tile + 1];
-    u64 entry = (u64)firsts[tile] + threadIdx.x;
-    if (entry >= end) return;
-    const Chunk chunk = chunks[tile_chunk[tile]];
-    const u64 begin = tile_position(chunk, tile);
-    for (; entry < end; entry += blockDim.x) {
-        const u64 q = begin + index[entry] * chunk.unit;
-        u8* live = live_at(chunk, q);
-        if (is_wide(chunk, q)) *(u16*)live ^= value[entry];
-        else *live ^= (u8)value[entry];
-    }
 }

@@ -136,6 +136,7 @@ class _Preparation:
         self._distrust: str | None = None
         self._clock = StageClock()
         self._notes: list[str] = []
+        self._lists = ListMemory(runtime, ListBudget(caps.list_bytes), caps.host_lists)
 
     def run(self) -> PreparedPart:
         self._distrust = nvcomp_is_trusted(self._runtime, self._nvcomp)
@@ -183,7 +184,7 @@ class _Preparation:
         self, tensors: Sequence[DeviceTensor], capacities: Capacities
     ) -> tuple[Verdict, list[Segment]]:
         batches = plan_batches(tensors, capacities)
-        lists = ListMemory(self._runtime, ListBudget(self._caps.list_bytes), self._caps.host_lists)
+        lists = self._lists
         scratch = Scratch(self._runtime, capacities, self._nvcomp, len(tensors))
         ring = PinnedRing(self._runtime, _RING_SLOTS, self._caps.ring_bytes // _RING_SLOTS)
         feeder = Feeder(ring, self._fold)
@@ -280,7 +281,7 @@ class _Preparation:
             why[HOST_PATH] = "; ".join(shown)
         return PreparedPart(
             self._runtime.name,
-            DeviceChanges(self._runtime, self._runtime.stream(), segments),
+            DeviceChanges(self._runtime, self._runtime.stream(), segments, self._lists),
             digests,
             {path: count for path, count in by_path.items() if count},
             why,

@@ -10,7 +10,7 @@ import numpy as np
 
 from gpusync.errors import MissingDependencyError
 
-UNITS = ("common.cu", "xxh3.cu", "layers.cu", "changes.cu", "guards.cu")
+UNITS = ("common.cu", "xxh3.cu", "layers.cu", "changes.cu", "commit.cu", "guards.cu")
 """The files of ``kernels/``, in the order in which they are joined."""
 
 TILE_NBYTES = 65536
@@ -61,6 +61,9 @@ PAYLOAD = _struct(
     "first_item",
 )
 """``struct Payload`` of kernels/layers.cu. Forms: 1 overwrite, 2 xor_sparse."""
+
+LIST = _struct("chunks", "tile_chunk", "firsts", "index", "value", "checks", "first_tile")
+"""``struct List`` of kernels/commit.cu."""
 
 ITEM_ENTRIES = 4096
 """Entries of a payload that one thread block works on."""

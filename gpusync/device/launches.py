@@ -60,6 +60,15 @@ class Entries:
     value: int
 
 
+@dataclass(frozen=True)
+class Lists:
+    """All change lists of an update: ``LIST`` rows, and the row of each of their tiles."""
+
+    rows: int
+    tile_list: int
+    ntiles: int
+
+
 def launch_digest(
     stream: Stream, tiles: Tiles, *, sums: int, checks: int, states: int, digests: int
 ) -> None:
@@ -130,41 +139,37 @@ def launch_write(stream: Stream, tiles: Tiles, tables: CountTables, entries: Ent
     )
 
 
-def launch_sums_of_list(stream: Stream, tiles: Tiles, entries: Entries, sums: int) -> None:
-    """Add up (index, new XOR live) over each tile's entries into ``sums`` u64[ntiles], zeroed."""
-    _launch_entry_sums(stream, tiles, entries, sums, of_live=0)
-
-
-def launch_sums_of_live(stream: Stream, tiles: Tiles, entries: Entries, sums: int) -> None:
-    """Add up (index, live word) over each tile's entries into ``sums`` u64[ntiles], zeroed."""
-    _launch_entry_sums(stream, tiles, entries, sums, of_live=1)
-
-
-def launch_compare(
-    stream: Stream, tiles: Tiles, *, sums: int, checks: int, of_live: bool, differs: int
+def launch_list_check(
+    stream: Stream, tiles: Tiles, entries: Entries, *, sums: int, checks: int, differs: int
 ) -> None:
-    """Set the u32 at ``differs`` to 1 where a tile's sum is not the one that the digest pass took."""
-    stream.launch(
-        "gs_compare",
-        _blocks(tiles.ntiles),
-        (sums, 1, checks + (8 if of_live else 0), 2, tiles.ntiles, differs),
-    )
+    """Set the u32 at ``differs`` to 1 where a tile's entries do not add up to what the digest pass took.
 
-
-def launch_scatter(stream: Stream, tiles: Tiles, entries: Entries) -> None:
-    """XOR the entries into the live words; a second time undoes it."""
+    ``sums`` is scratch, u64[ntiles], zeroed.
+    """
     stream.launch(
-        "gs_scatter",
+        "gs_list_sums",
         tiles.ntiles,
-        (
-            tiles.chunks,
-            tiles.tile_chunk,
-            tiles.ntiles,
-            entries.firsts,
-            entries.index,
-            entries.value,
-        ),
+        (tiles.ntiles, entries.firsts, entries.index, entries.value, sums),
     )
+    stream.launch("gs_compare", _blocks(tiles.ntiles), (sums, 1, checks, 2, tiles.ntiles, differs))
+
+
+def launch_live_check(stream: Stream, lists: Lists, *, sums: int, differs: int) -> None:
+    """Set the u32 at ``differs`` to 1 where the live words under a tile's entries are not those that were digested.
+
+    ``sums`` u64[ntiles], zeroed, gets what the words add up to now.
+    """
+    stream.launch("gs_live_sums", lists.ntiles, (lists.rows, lists.tile_list, lists.ntiles, sums))
+    stream.launch(
+        "gs_compare_live",
+        _blocks(lists.ntiles),
+        (lists.rows, lists.tile_list, lists.ntiles, sums, differs),
+    )
+
+
+def launch_store(stream: Stream, lists: Lists) -> None:
+    """XOR all entries into the live words; a second time takes it back."""
+    stream.launch("gs_store", lists.ntiles, (lists.rows, lists.tile_list, lists.ntiles))
 
 
 def launch_layers(
@@ -225,25 +230,6 @@ def launch_fill_guards(stream: Stream, zones: int, nzones: int) -> None:
 def launch_check_guards(stream: Stream, zones: int, nzones: int, damaged: int) -> None:
     """Set the u32 at ``damaged`` to 1 where a zone is not as it was filled."""
     stream.launch("gs_check_guards", nzones, (zones, nzones, damaged))
-
-
-def _launch_entry_sums(
-    stream: Stream, tiles: Tiles, entries: Entries, sums: int, *, of_live: int
-) -> None:
-    stream.launch(
-        "gs_entry_sums",
-        tiles.ntiles,
-        (
-            tiles.chunks,
-            tiles.tile_chunk,
-            tiles.ntiles,
-            entries.firsts,
-            entries.index,
-            entries.value,
-            of_live,
-            sums,
-        ),
-    )
 
 
 def _blocks(threads: int) -> int:

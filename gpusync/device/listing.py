@@ -14,10 +14,9 @@ from gpusync.device.launches import (
     CountTables,
     Entries,
     Tiles,
-    launch_compare,
     launch_count,
     launch_digest,
-    launch_sums_of_list,
+    launch_list_check,
     launch_write,
 )
 from gpusync.device.rounds import BatchBuffers, TableBlock, chunk_rows, tile_rows
@@ -31,7 +30,7 @@ from gpusync.errors import KernelError
 class Listing:
     """A batch whose tables are on the device.
 
-    ``memory`` holds the tables that stay with the list; ``checks``, ``now`` and ``total`` (the number of entries, behind
+    ``memory`` holds the tables that stay with the list; ``checks`` and ``total`` (the number of entries, behind
     the table of firsts) are views of it. ``copied`` is behind the copies of all tables, ``counted`` behind the count.
     """
 
@@ -42,7 +41,6 @@ class Listing:
     tile_chunk: NDArray[np.uint32]
     memory: torch.Tensor
     checks: torch.Tensor
-    now: torch.Tensor
     total: torch.Tensor
     copied: Event
     counted: Event | None = field(default=None, init=False)
@@ -98,14 +96,13 @@ class Listing:
         memory = lists.take(ENTRY_NBYTES * count)
         entries = Entries(self.tables.firsts, memory.data_ptr(), memory.data_ptr() + 2 * count)
         launch_write(stream, self.tiles, self.tables, entries)
-        stream.fill(self.now, 0)
-        launch_sums_of_list(stream, self.tiles, entries, self.now.data_ptr())
-        launch_compare(
+        stream.fill(self.slot.list_sums, 0)
+        launch_list_check(
             stream,
             self.tiles,
-            sums=self.now.data_ptr(),
+            entries,
+            sums=self.slot.list_sums.data_ptr(),
             checks=self.checks.data_ptr(),
-            of_live=False,
             differs=unlike,
         )
         chunks = self.batch.chunks
@@ -113,7 +110,6 @@ class Listing:
             tiles=replace(self.tiles, gate=0),
             entries=entries,
             checks=self.checks,
-            now=self.now,
             count=count,
             unit_nbytes=max(chunk.tensor.region.unit for chunk in chunks),
             names=tuple(chunk.tensor.name for chunk in chunks),
@@ -143,7 +139,7 @@ def send_tables(
     chunks, tile_chunk_at = kept.add(chunk_rows(batch, buffers)), kept.add(tile_chunk)
     sent_nbytes = kept.nbytes
     firsts = kept.reserve(4 * (batch.tiles + 1))
-    checks, now = kept.reserve(CHECKS_NBYTES * batch.tiles), kept.reserve(8 * batch.tiles)
+    checks = kept.reserve(CHECKS_NBYTES * batch.tiles)
     memory = lists.take(kept.nbytes)
     slot.room_for_tables(block.nbytes + sent_nbytes)
     block.write_to(slot.staging)
@@ -166,7 +162,6 @@ def send_tables(
         tile_chunk=tile_chunk,
         memory=memory,
         checks=memory[checks:][: CHECKS_NBYTES * batch.tiles],
-        now=memory[now:][: 8 * batch.tiles],
         total=memory[firsts + 4 * batch.tiles :][:4],
         copied=copied,
     )

@@ -31,6 +31,7 @@ class Slot:
         self.rows = runtime.empty(tiles * ROWS_NBYTES)
         self.totals = runtime.empty(tiles * 4)
         self.groups = runtime.empty(-(-tiles // _GROUP_TILES) * 4)
+        self.list_sums = runtime.empty(tiles * 8)
         self.count = host_memory(runtime, 8)
         self.tables = runtime.empty(0)
         self.staging = host_memory(runtime, 0)

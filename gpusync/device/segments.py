@@ -7,21 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from gpusync.changes import ListBudget
-from gpusync.device.launches import (
-    Entries,
-    Tiles,
-    launch_compare,
-    launch_scatter,
-    launch_sums_of_live,
-)
+from gpusync.device.kernels import LIST
+from gpusync.device.launches import Entries, Lists, Tiles, launch_live_check, launch_store
+from gpusync.device.rounds import TableBlock, tile_rows
 from gpusync.device.runtime import Runtime, Stream, Wait
+from gpusync.device.scratch import host_memory
 from gpusync.errors import DeviceError, ModelPoisonedError, OutOfScratchError, PlacementError
 
 ENTRY_NBYTES = 4
@@ -32,14 +28,13 @@ ENTRY_NBYTES = 4
 class Segment:
     """One batch's change list.
 
-    ``memory`` holds tables and entries; ``checks`` is the address of the digest pass's sums, ``now`` that of a table
-    of as many tiles for commit's. ``names`` are the chunks' tensors.
+    ``memory`` holds tables and entries; ``checks`` is its part with the digest pass's sums, u64[ntiles, 2]. ``names`` are
+    the chunks' tensors, and ``tile_chunk`` says which chunk a tile is of.
     """
 
     tiles: Tiles
     entries: Entries
     checks: torch.Tensor
-    now: torch.Tensor
     count: int
     unit_nbytes: int
     names: tuple[str, ...]
@@ -49,6 +44,9 @@ class Segment:
     @property
     def nbytes(self) -> int:
         return sum(tensor.numel() for tensor in self.memory)
+
+
+_UNDONE = "committing failed and could not be taken back"
 
 
 class ListMemory:
@@ -94,19 +92,45 @@ class ListMemory:
 
 
 class DeviceChanges:
-    """Change lists of one device; see :class:`gpusync.parts.LiveChanges`."""
+    """Change lists of one device; see :class:`gpusync.parts.LiveChanges`.
 
-    def __init__(self, runtime: Runtime, stream: Stream, segments: Sequence[Segment]) -> None:
+    What commit needs is allocated and sent when this is made: in the pause there are three launches, whatever the
+    number of lists, and one flag to read.
+
+    Parameters
+    ----------
+    stream
+        No one else's.
+    memory
+        Counts the tables that are made here along with the lists.
+    """
+
+    def __init__(
+        self, runtime: Runtime, stream: Stream, segments: Sequence[Segment], memory: ListMemory
+    ) -> None:
         self._runtime = runtime
         self._stream = stream
         self._segments = segments
-        # Taken now: nothing is allocated in the pause.
-        self._differs = runtime.empty(4 * max(1, len(segments)))
-        self._seen = torch.empty(self._differs.numel(), dtype=torch.uint8)
+        block = TableBlock()
+        rows = block.add(_list_rows(segments))
+        tile_list = block.add(tile_rows([segment.tiles.ntiles for segment in segments]))
+        self._ntiles = sum(segment.tiles.ntiles for segment in segments)
+        sums, differs = block.reserve(8 * self._ntiles), block.reserve(4)
+        self._tables = memory.take(block.nbytes)
+        staging = host_memory(runtime, sums)
+        block.write_to(staging)
+        stream.copy(self._tables[:sums], staging)
+        stream.fill(self._tables[sums:], 0)
+        stream.record().synchronize(Wait.HOST_FOR_COPY)
+        base = self._tables.data_ptr()
+        self._lists = Lists(base + rows, base + tile_list, self._ntiles)
+        self._sums = self._tables[sums:][: 8 * self._ntiles]
+        self._differs = self._tables[differs:][:4]
+        self._flag = host_memory(runtime, 4)
 
     @property
     def nbytes(self) -> int:
-        return sum(segment.nbytes for segment in self._segments)
+        return self._tables.numel() + sum(segment.nbytes for segment in self._segments)
 
     @property
     def changed_bytes(self) -> int:
@@ -116,60 +140,69 @@ class DeviceChanges:
         if self._runtime.is_capturing():
             raise DeviceError("the engine is capturing a graph; commit after the capture has ended")
         self._runtime.synchronize()  # what the engine has queued may read or write the weights
-        self._stream.fill(self._differs, 0)
-        for number, segment in enumerate(self._segments):
-            self._stream.fill(segment.now, 0)
-            launch_sums_of_live(
-                self._stream, segment.tiles, segment.entries, segment.now.data_ptr()
-            )
-            launch_compare(
-                self._stream,
-                segment.tiles,
-                sums=segment.now.data_ptr(),
-                checks=segment.checks.data_ptr(),
-                of_live=True,
-                differs=self._differs.data_ptr() + 4 * number,
-            )
-        self._stream.copy(self._seen, self._differs)
+        launch_live_check(
+            self._stream,
+            self._lists,
+            sums=self._sums.data_ptr(),
+            differs=self._differs.data_ptr(),
+        )
+        self._stream.copy(self._flag, self._differs)
         self._stream.record().synchronize(Wait.HOST_FOR_VERDICT)
-        differs = np.flatnonzero(self._seen.numpy().view(np.uint32)[: len(self._segments)])
-        if differs.size:
+        if self._flag.any():
             raise PlacementError(
                 "live weights changed since prepare; they are as they were, prepare again",
-                tensor=self._changed_tensor(self._segments[int(differs[0])]),
+                tensor=self._changed_tensor(),
             )
 
     def store(self) -> None:
-        launched: list[Segment] = []
         try:
-            for segment in self._segments:
-                launch_scatter(self._stream, segment.tiles, segment.entries)
-                launched.append(segment)
-        except BaseException as err:
-            self._undo(launched, err)
-            raise DeviceError("committing failed and was taken back; prepare again") from err
-        self._runtime.synchronize()
+            launch_store(self._stream, self._lists)
+        except ModelPoisonedError:
+            raise
+        except BaseException as err:  # what was not launched has stored nothing
+            raise DeviceError(
+                "committing failed before anything was stored; prepare again"
+            ) from err
+        self._wait_for_store("committing failed on the device")
 
     def take_back(self) -> None:
-        self._undo(self._segments, None)
-
-    def _undo(self, segments: Sequence[Segment], cause: BaseException | None) -> None:
-        """Store segments once more: XOR undoes itself."""
         try:
-            for segment in segments:
-                launch_scatter(self._stream, segment.tiles, segment.entries)
-            self._runtime.synchronize()
+            launch_store(self._stream, self._lists)
         except BaseException as err:
-            raise ModelPoisonedError(
-                f"committing failed ({cause!r}) and could not be taken back: replace the process"
-            ) from err
+            raise ModelPoisonedError(f"{_UNDONE}: replace the process") from err
+        self._wait_for_store(_UNDONE)
 
-    def _changed_tensor(self, segment: Segment) -> str:
+    def _wait_for_store(self, failure: str) -> None:
+        """Wait for the stores, which are all on one stream; from here on nobody can say which of them ran."""
+        try:
+            self._stream.synchronize()
+        except BaseException as err:
+            raise ModelPoisonedError(f"{failure}: replace the process") from err
+
+    def _changed_tensor(self) -> str:
         """Return the tensor of the first tile whose live words differ from prepare's."""
-        read = partial(_read_words, self._stream)
-        seen = read(segment.checks).reshape(-1, 2)[:, 1]
-        tile = int(np.flatnonzero(read(segment.now) != seen)[0])
-        return segment.names[int(segment.tile_chunk[tile])]
+        now = _read_words(self._stream, self._sums)
+        first = 0
+        for segment in self._segments:
+            seen = _read_words(self._stream, segment.checks)[1::2]
+            unlike = np.flatnonzero(now[first : first + seen.size] != seen)
+            if unlike.size:
+                return segment.names[int(segment.tile_chunk[unlike[0]])]
+            first += seen.size
+        return ""
+
+
+def _list_rows(segments: Sequence[Segment]) -> NDArray[np.void]:
+    rows = np.zeros(len(segments), LIST)
+    first_tile = 0
+    for row, segment in zip(rows, segments, strict=True):
+        row["chunks"], row["tile_chunk"] = segment.tiles.chunks, segment.tiles.tile_chunk
+        row["firsts"] = segment.entries.firsts
+        row["index"], row["value"] = segment.entries.index, segment.entries.value
+        row["checks"] = segment.checks.data_ptr()
+        row["first_tile"] = first_tile
+        first_tile += segment.tiles.ntiles
+    return rows
 
 
 def _read_words(stream: Stream, table: torch.Tensor) -> NDArray[np.uint64]:

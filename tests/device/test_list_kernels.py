@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from gpusync.device.kernels import TILE_NBYTES
+from gpusync.device.kernels import LIST, TILE_NBYTES
 from gpusync.device.runtime import Runtime
 from tests.device.arrays import (
     EDGES,
@@ -145,49 +145,37 @@ class Lists:
             self.gate,
         )
 
+    def lists(self, checks: Memory | int = 0) -> tuple[Memory, Memory, int]:
+        """This list as the only one of a commit: its row, the row of each tile, and their number."""
+        row = np.zeros(1, LIST)
+        for field in ("chunks", "tile_chunk", "firsts", "index", "value"):
+            row[field] = getattr(self, field).address
+        row["checks"] = checks if isinstance(checks, int) else checks.address
+        return self.device.put(row), self.device.full(4 * self.ntiles, 0), self.ntiles
+
     def sums(self, *, of_live: bool) -> Memory:
         sums = self.device.full(8 * self.ntiles, 0)
-        self.device.launch(
-            "gs_entry_sums",
-            self.ntiles,
-            self.chunks,
-            self.tile_chunk,
-            self.ntiles,
-            self.firsts,
-            self.index,
-            self.value,
-            int(of_live),
-            sums,
-        )
+        if of_live:
+            self.device.launch("gs_live_sums", self.ntiles, *self.lists(), sums)
+            return sums
+        arguments = (self.ntiles, self.firsts, self.index, self.value, sums)
+        self.device.launch("gs_list_sums", self.ntiles, *arguments)
         return sums
 
     def differ(self, checks: NDArray[np.uint64], *, of_live: bool) -> bool:
         """Whether a tile's sum is not the one in its column of ``checks``."""
         table = self.device.put(checks)
         differs = self.device.full(4, 0)
-        self.device.launch(
-            "gs_compare",
-            -(-self.ntiles // THREADS),
-            self.sums(of_live=of_live),
-            1,
-            table.address + 8 * of_live,
-            2,
-            self.ntiles,
-            differs,
-        )
+        blocks, sums = -(-self.ntiles // THREADS), self.sums(of_live=of_live)
+        if of_live:
+            self.device.launch("gs_compare_live", blocks, *self.lists(table), sums, differs)
+        else:
+            arguments = (sums, 1, table, 2, self.ntiles, differs)
+            self.device.launch("gs_compare", blocks, *arguments)
         return bool(differs.read(np.uint32)[0])
 
     def scatter(self) -> Bytes:
-        self.device.launch(
-            "gs_scatter",
-            self.ntiles,
-            self.chunks,
-            self.tile_chunk,
-            self.ntiles,
-            self.firsts,
-            self.index,
-            self.value,
-        )
+        self.device.launch("gs_store", self.ntiles, *self.lists())
         return self.live.read()
 
 
