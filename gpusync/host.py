@@ -89,6 +89,9 @@ class HostChanges:
     def changed_bytes(self) -> int:
         return sum(region.value.nbytes for region in self._changes)
 
+    def refuse_capture(self) -> None:
+        pass
+
     def check(self) -> None:
         for region in self._changes:
             if not region.sample_is_unchanged():

@@ -27,6 +27,15 @@ class LiveChanges(Protocol):
     def changed_bytes(self) -> int:
         """Live bytes under the lists."""
 
+    def refuse_capture(self) -> None:
+        """Refuse to commit while the engine captures a graph, whose replays would commit again.
+
+        Raises
+        ------
+        DeviceError
+            The calling thread's stream is being captured. The lists stay as good as they were.
+        """
+
     def check(self) -> None:
         """Hold the live words against those of prepare, as far as that is cheaper than along with the stores.
 
@@ -35,7 +44,7 @@ class LiveChanges(Protocol):
         PlacementError
             They changed since.
         DeviceError
-            This is no moment to commit.
+            The device cannot be waited for now.
         """
 
     def store(self) -> None:

@@ -78,11 +78,14 @@ class Update:
             The weights moved or changed since prepare; they are as they were before the call, and the update is
             discarded.
         DeviceError
-            A store failed and every store was taken back; the update is discarded.
+            A store failed and every store was taken back; the update is discarded. Or this thread's stream is being captured
+            into a graph: then the update stays prepared, to be committed after the capture.
         ModelPoisonedError
             A store failed and could not be taken back.
         """
         self._expect("prepared", "commit")
+        for part in self._changes:
+            part.refuse_capture()
         start = time.monotonic()
         if self._plan is not None:
             self._store(self._plan)

@@ -136,9 +136,11 @@ class DeviceChanges:
     def changed_bytes(self) -> int:
         return sum(segment.unit_nbytes * segment.count for segment in self._segments)
 
-    def check(self) -> None:
+    def refuse_capture(self) -> None:
         if self._runtime.is_capturing():
             raise DeviceError("the engine is capturing a graph; commit after the capture has ended")
+
+    def check(self) -> None:
         self._runtime.synchronize()  # what the engine has queued may read or write the weights
         launch_live_check(
             self._stream,
