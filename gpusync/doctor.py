@@ -7,6 +7,8 @@ import importlib.metadata
 import os
 import platform
 import resource
+import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ _PACKAGES = {
     "safetensors": ("safetensors",),
     "blake3": ("blake3",),
     "cupy": ("cupy-cuda12x", "cupy-cuda13x", "cupy"),
-    "nvcomp": ("nvidia-nvcomp-cu12", "nvidia-nvcomp-cu13"),
+    "nvcomp": ("nvidia-libnvcomp-cu12", "nvidia-libnvcomp-cu13"),
 }
 _NETWORK_FILE_SYSTEMS = frozenset(
     {"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "ceph", "glusterfs", "9p", "beegfs"}
@@ -55,9 +57,9 @@ class Diagnosis(Report):
     memlock_bytes
         Limit on locked memory, None for no limit.
     device
-        The path that ``device="auto"`` takes here.
+        "cuda" where a model on a GPU is updated there, else "cpu". A model on the CPU is updated on the CPU.
     why_not_more
-        One reason for each faster path that is not taken.
+        What is missing for the paths that cannot be taken: "cuda", and "emulated" for tests.
     warnings
         What will hurt: a network file system under a lock, a missing digest package.
     """
@@ -89,6 +91,9 @@ def diagnose(folders: tuple[Path, ...]) -> Diagnosis:
     gpus, gpu_problem = _gpus() if packages["torch"] is not None else ((), "torch is not installed")
     found = tuple(look_at_folder(folder) for folder in folders)
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    memlock = None if limit == resource.RLIM_INFINITY else limit
+    settings = Settings.from_env()
+    missing = _why_not_cuda(gpu_problem, packages)
     return Diagnosis(
         gpusync=gpusync.__version__,
         python=platform.python_version(),
@@ -96,13 +101,13 @@ def diagnose(folders: tuple[Path, ...]) -> Diagnosis:
         packages=packages,
         driver=_driver_version(),
         gpus=gpus,
-        memlock_bytes=None if limit == resource.RLIM_INFINITY else limit,
+        memlock_bytes=memlock,
         cores=len(os.sched_getaffinity(0)),
-        settings=vars(Settings.from_env()).copy(),
+        settings=vars(settings).copy(),
         folders=found,
-        device="cpu",
-        why_not_more=_why_not_cuda(gpu_problem),
-        warnings=_warnings(packages, found),
+        device="cpu" if missing else "cuda",
+        why_not_more=(*missing, *_why_not_emulated()),
+        warnings=_warnings(packages, found, memlock if gpus else None, settings),
     )
 
 
@@ -168,17 +173,34 @@ def _driver_version() -> str | None:
     return next((word for word in words if word[0].isdigit()), None)
 
 
-def _why_not_cuda(gpu_problem: str | None) -> tuple[str, ...]:
-    reasons = ["cuda: the CUDA path is not part of this release"]
-    if gpu_problem is not None:
-        reasons.append(f"cuda: {gpu_problem}")
+def _why_not_cuda(gpu_problem: str | None, packages: Mapping[str, str | None]) -> tuple[str, ...]:
+    reasons = [] if gpu_problem is None else [f"cuda: {gpu_problem}"]
+    for package in ("cupy", "nvcomp"):
+        if packages[package] is None:
+            reasons.append(
+                f"cuda: {package} is not installed: pip install 'gpusync[cuda12]', or cuda13, as torch's CUDA is"
+            )
     return tuple(reasons)
 
 
-def _warnings(packages: dict[str, str | None], folders: tuple[Folder, ...]) -> tuple[str, ...]:
+def _why_not_emulated() -> tuple[str, ...]:
+    return () if shutil.which("g++") else ("emulated: g++ is not installed",)
+
+
+def _warnings(
+    packages: Mapping[str, str | None],
+    folders: tuple[Folder, ...],
+    memlock_bytes: int | None,
+    settings: Settings,
+) -> tuple[str, ...]:
     found = []
     if packages["blake3"] is None:
         found.append("blake3 is not installed: versions published with it cannot be checked")
+    if memlock_bytes is not None and memlock_bytes < settings.ring_bytes:
+        found.append(
+            f"locked memory is limited to {memlock_bytes} bytes, and the pinned ring takes {settings.ring_bytes}: "
+            "staging will be slower; raise the limit (ulimit -l)"
+        )
     for folder in folders:
         if folder.file_system in _NETWORK_FILE_SYSTEMS:
             found.append(

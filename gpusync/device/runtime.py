@@ -26,7 +26,7 @@ class Wait(enum.Enum):
     )
     APPLY_FOR_DECODE = "a delta is digested and listed after it has been decoded"
     HOST_FOR_ENGINE = (
-        "live bytes are read, by the host or the device, after the engine's queued writes"
+        "live bytes are read after the engine's queued writes"
     )
     HOST_FOR_COPY = "a pinned buffer is filled after the copy that read it before"
     HOST_FOR_COUNT = "a list is allocated after its entries have been counted"

@@ -20,7 +20,7 @@ from tests import support
 
 DOCUMENTS = (
     "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md",
-    "docs/ARCHITECTURE.md", "docs/FORMAT.md", "docs/OPERATIONS.md", "bench/README.md",
+    "docs/ARCHITECTURE.md", "docs/DEVICE.md", "docs/FORMAT.md", "docs/OPERATIONS.md", "bench/README.md",
 )  # fmt: skip
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -182,6 +182,13 @@ def test_swap_table_equals_the_steps(read: Any) -> None:
 
     rows = table(read("docs/ARCHITECTURE.md"), "## 4. The swap\n")
     assert [(int(row[0]), row[1]) for row in rows] == [(step.value, step.name) for step in Step]
+
+
+def test_wait_table_equals_the_waits(read: Any) -> None:
+    from gpusync.device.runtime import Wait
+
+    rows = table(read("docs/DEVICE.md"), "## 5. Streams\n")
+    assert {words(row[0])[0]: row[1] for row in rows} == {wait.name: wait.value for wait in Wait}
 
 
 def test_layer_picture_equals_the_import_contract(read: Any, repository: Path) -> None:

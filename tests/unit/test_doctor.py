@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import gpusync
 from gpusync.doctor import diagnose, installed_version, look_at_folder, parse_file_system
@@ -58,8 +59,11 @@ def test_diagnosis_says_which_device_and_why_not_more(tmp_path: Path) -> None:
     found = diagnose((tmp_path,))
     assert found.gpusync == gpusync.__version__
     assert found.python == ".".join(map(str, sys.version_info[:3]))
-    assert found.device == "cpu"
-    assert "not part of this release" in found.why_not_more[0]
+    missing = [reason for reason in found.why_not_more if reason.startswith("cuda: ")]
+    assert found.device == ("cpu" if missing else "cuda")
+    if not torch.cuda.is_available():
+        assert found.device == "cpu"
+        assert "torch is a CPU build" in missing[0] or "no usable GPU" in missing[0]
     assert found.packages["torch"] is not None
     assert found.settings["swap"] == "auto"
     assert found.cores >= 1
