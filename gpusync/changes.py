@@ -33,10 +33,14 @@ _WORD = 2
 
 
 class ListBudget:
-    """Counts the bytes of change lists against their cap; shared by threads."""
+    """Counts the bytes of change lists against their cap; shared by threads.
 
-    def __init__(self, cap_bytes: int) -> None:
+    ``setting`` is the variable that sets the cap, for the error.
+    """
+
+    def __init__(self, cap_bytes: int, setting: str = "GPUSYNC_CHANGE_LIST_BYTES") -> None:
         self._cap_bytes = cap_bytes
+        self._setting = setting
         self._lock = threading.Lock()
         self.used_bytes = 0
 
@@ -53,7 +57,7 @@ class ListBudget:
             if self.used_bytes > self._cap_bytes:
                 raise OutOfScratchError(
                     "the change lists do not fit: apply the chain as several updates, or raise "
-                    "GPUSYNC_CHANGE_LIST_BYTES",
+                    f"{self._setting}",
                     needed_bytes=self.used_bytes,
                     budget_bytes=self._cap_bytes,
                 )

@@ -136,7 +136,8 @@ class _Preparation:
         self._distrust: str | None = None
         self._clock = StageClock()
         self._notes: list[str] = []
-        self._lists = ListMemory(runtime, ListBudget(caps.list_bytes), caps.host_lists)
+        on_device = ListBudget(caps.list_bytes, "GPUSYNC_DEVICE_LIST_BYTES")
+        self._lists = ListMemory(runtime, on_device, caps.host_lists)
 
     def run(self) -> PreparedPart:
         self._distrust = nvcomp_is_trusted(self._runtime, self._nvcomp)

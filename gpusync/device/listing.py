@@ -93,7 +93,7 @@ class Listing:
         """
         if count > self.batch.region_nbytes:
             raise KernelError("more changes were counted than a batch has bytes", got=count)
-        memory = lists.take(ENTRY_NBYTES * count)
+        memory = lists.take_entries(ENTRY_NBYTES * count)
         entries = Entries(self.tables.firsts, memory.data_ptr(), memory.data_ptr() + 2 * count)
         launch_write(stream, self.tiles, self.tables, entries)
         stream.fill(self.slot.list_sums, 0)
@@ -140,7 +140,7 @@ def send_tables(
     sent_nbytes = kept.nbytes
     firsts = kept.reserve(4 * (batch.tiles + 1))
     checks = kept.reserve(CHECKS_NBYTES * batch.tiles)
-    memory = lists.take(kept.nbytes)
+    memory = lists.take_tables(kept.nbytes)
     slot.room_for_tables(block.nbytes + sent_nbytes)
     block.write_to(slot.staging)
     kept.write_to(slot.staging[block.nbytes :])

@@ -25,9 +25,7 @@ class Wait(enum.Enum):
         "a slot's delta is written after the list of the batch that had the slot before"
     )
     APPLY_FOR_DECODE = "a delta is digested and listed after it has been decoded"
-    HOST_FOR_ENGINE = (
-        "live bytes are read after the engine's queued writes"
-    )
+    HOST_FOR_ENGINE = "live bytes are read after the engine's queued writes"
     HOST_FOR_COPY = "a pinned buffer is filled after the copy that read it before"
     HOST_FOR_COUNT = "a list is allocated after its entries have been counted"
     HOST_FOR_VERDICT = "digests and flags are read by the host after they have been copied out"

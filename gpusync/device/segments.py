@@ -59,8 +59,20 @@ class ListMemory:
         self.spilled_nbytes = 0
         self._taken: list[tuple[ListBudget, int]] = []
 
-    def take(self, nbytes: int) -> torch.Tensor:
-        """Return memory that kernels may write.
+    def take_tables(self, nbytes: int) -> torch.Tensor:
+        """Return device memory: tables are copied to and from in a queue, which pinned memory is not.
+
+        Raises
+        ------
+        OutOfScratchError
+            There is no room for it.
+        """
+        self._on_device.take(nbytes)
+        self._taken.append((self._on_device, nbytes))
+        return self._runtime.empty(nbytes)
+
+    def take_entries(self, nbytes: int) -> torch.Tensor:
+        """Return memory that only kernels write and read.
 
         Raises
         ------
@@ -116,7 +128,7 @@ class DeviceChanges:
         tile_list = block.add(tile_rows([segment.tiles.ntiles for segment in segments]))
         self._ntiles = sum(segment.tiles.ntiles for segment in segments)
         sums, differs = block.reserve(8 * self._ntiles), block.reserve(4)
-        self._tables = memory.take(block.nbytes)
+        self._tables = memory.take_tables(block.nbytes)
         staging = host_memory(runtime, sums)
         block.write_to(staging)
         stream.copy(self._tables[:sums], staging)

@@ -132,7 +132,10 @@ class EmulatedRuntime:
 
     def stream(self) -> EmulatedStream:
         """Return a new stream."""
-        return EmulatedStream(self._queues, self.ledger, self.kernel)
+        return EmulatedStream(self._queues, self.ledger, self.kernel, self._is_pinned)
+
+    def _is_pinned(self, memory: torch.Tensor) -> bool:
+        return self._pinned.holds(memory.data_ptr())
 
     def engine_event(self) -> EmulatedEvent:
         """Return an event behind all that :attr:`engine_stream` holds now."""

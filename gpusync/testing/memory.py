@@ -76,6 +76,7 @@ class Arena:
         self._peak_nbytes = 0
         # Finalizers run anywhere, in a thread that may hold the lock: they only append.
         self._returned: deque[int] = deque()
+        self._spans: dict[int, int] = {}
         self._kept: deque[_Block] = deque()
         self._damage: deque[str] = deque()
 
@@ -119,10 +120,15 @@ class Arena:
             margin.fill(CANARY)
         given = raw[begin : block.end]
         given.fill(FRESH)
+        self._spans[given.ctypes.data] = given.ctypes.data + nbytes
         # torch keeps the array until the storage goes, whatever views were made of it.
         weakref.finalize(given, self._give_back, block).atexit = False
         _set_poisoned(block, True)
         return torch.from_numpy(given)
+
+    def holds(self, address: int) -> bool:
+        """Return whether an address lies in memory that was handed out."""
+        return any(begin <= address < end for begin, end in list(self._spans.items()))
 
     def settle(self) -> None:
         """Let go of what was given back while work was queued. The queues are empty."""
@@ -134,6 +140,7 @@ class Arena:
                 )
 
     def _give_back(self, block: _Block) -> None:
+        self._spans.pop(block.raw.ctypes.data + block.begin, None)
         _set_poisoned(block, False)
         damage = block.damaged_margin()
         if damage is not None:

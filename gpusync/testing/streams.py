@@ -19,12 +19,19 @@ Launcher = Callable[..., int]
 class EmulatedStream:
     """A queue of an emulated device. Implements :class:`gpusync.device.runtime.Stream`."""
 
-    def __init__(self, queues: Queues, ledger: Ledger, kernel: Callable[[str], Launcher]) -> None:
+    def __init__(
+        self,
+        queues: Queues,
+        ledger: Ledger,
+        kernel: Callable[[str], Launcher],
+        is_pinned: Callable[[torch.Tensor], bool],
+    ) -> None:
         self.number = queues.add()
         """Which of its device's streams it is: 0 is the engine's."""
         self._queues = queues
         self._ledger = ledger
         self._kernel = kernel
+        self._is_pinned = is_pinned
 
     def record(self) -> EmulatedEvent:
         """Return an event behind all that is queued now."""
@@ -43,12 +50,16 @@ class EmulatedStream:
             _check_bytes(tensor)
         if target.numel() != source.numel():
             raise KernelError("a copy is of one size", expected=target.numel(), got=source.numel())
+        if self._is_pinned(target) and self._is_pinned(source):
+            raise KernelError("CUDA runs a copy within the host's memory at once, not in the queue")
         self._queues.put(self.number, lambda: _copy(target, source))
 
     def fill(self, target: torch.Tensor, byte: int) -> None:
         """Queue setting every byte of a flat uint8 tensor."""
         self._ledger.count("fill")
         _check_bytes(target)
+        if self._is_pinned(target):
+            raise KernelError("CUDA fills the host's memory at once, not in the queue")
         self._queues.put(self.number, lambda: _fill(target, byte))
 
     def launch(self, kernel: str, blocks: int, args: Sequence[int], *, threads: int = 256) -> None:
