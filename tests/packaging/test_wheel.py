@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from gpusync.device.kernels import UNITS
+
 pytestmark = pytest.mark.skipif(
     find_spec("build") is None or find_spec("hatchling") is None,
     reason="the packages build and hatchling are not installed",
@@ -26,7 +28,7 @@ def wheel(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
-def test_wheel_holds_the_package_its_kernels_and_its_type_marker(
+def test_wheel_holds_the_package_its_sources_and_its_type_marker(
     wheel: Path, repository: Path
 ) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
@@ -34,7 +36,14 @@ def test_wheel_holds_the_package_its_kernels_and_its_type_marker(
     assert modules <= names
     assert "gpusync/py.typed" in names
     kernels = {f"gpusync/_kernels/{path.name}" for path in (repository / "kernels").iterdir()}
-    assert kernels and kernels <= names
+    assert kernels <= names
+    assert {f"gpusync/_kernels/{unit}" for unit in UNITS} <= names
+    emulator = {
+        str(path.relative_to(repository))
+        for path in (repository / "gpusync" / "testing").iterdir()
+        if path.suffix in (".c", ".h")
+    }
+    assert emulator and emulator <= names
     assert not [name for name in names if name.startswith(("tests/", "bench/", "kernels/"))]
 
 
