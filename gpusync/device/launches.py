@@ -23,6 +23,7 @@ CHECKS_NBYTES = 16
 """Bytes per tile of the tables of those names."""
 
 _GROUP_TILES = 64
+_CHAIN_THREADS = 32
 
 
 @dataclass(frozen=True)
@@ -90,10 +91,12 @@ def launch_digest(
         tiles.ntiles,
         (tiles.chunks, tiles.tile_chunk, tiles.ntiles, sums, checks, tiles.gate),
     )
+    # Bound by latency, one chunk per eight threads: small blocks spread them over the device.
     stream.launch(
         "gs_digest_chain",
-        _blocks(tiles.nchunks * 8),
+        -(-tiles.nchunks * 8 // _CHAIN_THREADS),
         (tiles.chunks, tiles.nchunks, sums, states, tiles.gate),
+        threads=_CHAIN_THREADS,
     )
     stream.launch(
         "gs_digest_finish",
