@@ -56,23 +56,44 @@ __device__ __forceinline__ u8* live_at(const Chunk& chunk, u64 q)
     return chunk.live + q / chunk.run_nbytes * chunk.run_stride + q % chunk.run_nbytes;
 }
 
-// Up to 16 bytes from `address`, zeros behind them. One load where they are 16 and aligned.
+// 16 bytes from an address that is a multiple of sizeof(Part).
+template <class Part> __device__ __forceinline__ Vector load_parts(const u8* address)
+{
+    const Part* parts = (const Part*)address;
+    const u32 half = 8 / sizeof(Part);
+    Vector v;
+    v.x = v.y = 0;
+#pragma unroll
+    for (u32 i = 0; i < half; ++i) {
+        v.x |= (u64)parts[i] << 8 * sizeof(Part) * i;
+        v.y |= (u64)parts[half + i] << 8 * sizeof(Part) * i;
+    }
+    return v;
+}
+
+// Up to 16 bytes from `address`, zeros behind them, with the widest loads that the address allows.
 __device__ __forceinline__ Vector load_vector(const u8* address, u64 nbytes)
 {
     Vector v;
-    if (nbytes == 16 && ((u64)address & 15) == 0) {
+    if (nbytes < 16) {
+        v.x = v.y = 0;
+        for (u64 i = 0; i < nbytes; ++i) {
+            const u64 byte = address[i];
+            if (i < 8) v.x |= byte << (8 * i);
+            else v.y |= byte << (8 * (i - 8));
+        }
+        return v;
+    }
+    if (((u64)address & 15) == 0) {
         const ulonglong2 w = *(const ulonglong2*)address;
         v.x = w.x;
         v.y = w.y;
         return v;
     }
-    v.x = v.y = 0;
-    for (u64 i = 0; i < nbytes; ++i) {
-        const u64 byte = address[i];
-        if (i < 8) v.x |= byte << (8 * i);
-        else v.y |= byte << (8 * (i - 8));
-    }
-    return v;
+    if (((u64)address & 7) == 0) return load_parts<u64>(address);
+    if (((u64)address & 3) == 0) return load_parts<u32>(address);
+    if (((u64)address & 1) == 0) return load_parts<u16>(address);
+    return load_parts<u8>(address);
 }
 
 // Up to 16 live bytes from region position q on, which may span runs.

@@ -20,31 +20,6 @@ struct Layer {
     u64 first_tile;     // number of the chunk's first tile in this launch
 };
 
-// 16 bytes from an address that is a multiple of sizeof(Part).
-template <class Part> __device__ __forceinline__ Vector load_parts(const u8* address)
-{
-    const Part* parts = (const Part*)address;
-    const u32 half = 8 / sizeof(Part);
-    Vector v;
-    v.x = v.y = 0;
-#pragma unroll
-    for (u32 i = 0; i < half; ++i) {
-        v.x |= (u64)parts[i] << 8 * sizeof(Part) * i;
-        v.y |= (u64)parts[half + i] << 8 * sizeof(Part) * i;
-    }
-    return v;
-}
-
-// As load_vector, with the widest loads that the address allows.
-__device__ __forceinline__ Vector load_source(const u8* address, u64 nbytes)
-{
-    if (nbytes < 16 || ((u64)address & 15) == 0) return load_vector(address, nbytes);
-    if (((u64)address & 7) == 0) return load_parts<u64>(address);
-    if (((u64)address & 3) == 0) return load_parts<u32>(address);
-    if (((u64)address & 1) == 0) return load_parts<u16>(address);
-    return load_parts<u8>(address);
-}
-
 // Stores the first nbytes of v, of 16, to an address that is a multiple of 16.
 __device__ __forceinline__ void store_vector(u8* address, const Vector& v, u64 nbytes)
 {
@@ -68,10 +43,10 @@ __device__ __forceinline__ bool is_one_run(const Chunk& chunk, u64 tensor_stride
 __device__ __forceinline__ Vector load_layer(const Layer& layer, const Chunk& chunk, u64 q, u64 nbytes)
 {
     const u8* first = layer.source + (layer.tensor_begin - layer.source_begin);
-    if (is_one_run(chunk, layer.tensor_stride)) return load_source(first + q, nbytes);
+    if (is_one_run(chunk, layer.tensor_stride)) return load_vector(first + q, nbytes);
     u64 column = q % chunk.run_nbytes;
     const u8* run = first + q / chunk.run_nbytes * layer.tensor_stride;
-    if (column + nbytes <= chunk.run_nbytes) return load_source(run + column, nbytes);
+    if (column + nbytes <= chunk.run_nbytes) return load_vector(run + column, nbytes);
     Vector v;
     v.x = v.y = 0;
     for (u64 i = 0; i < nbytes; ++i) {
