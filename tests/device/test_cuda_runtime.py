@@ -85,7 +85,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
         "device": lambda device: contextlib.nullcontext(),
         "stream": lambda stream: contextlib.nullcontext(),
         "ExternalStream": lambda pointer, device: stream,
-        "Event": lambda blocking: event,
+        "Event": lambda enable_timing, blocking: event,
         "current_stream": lambda device: stream,
         "synchronize": fake.act,
         "mem_get_info": lambda device: (1000, 2000),
