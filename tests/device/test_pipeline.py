@@ -212,8 +212,7 @@ class Rig:
             assert digest == xxhash.xxh3_128_intdigest(new.tobytes())
         assert (download(self.runtime, self.memory) == self.before).all()
         words = sum(
-            changed_words(place, tensor.region.unit)
-            for place, tensor in zip(self.placed, tensors, strict=True)
+            changed_words(place, self.memory.data_ptr() + place.at) for place in self.placed
         )
         assert sum(segment.count for segment in segments) == words
         changes = DeviceChanges(self.runtime, self.runtime.stream(), segments, lists)
@@ -225,10 +224,13 @@ class Rig:
         return len(batches)
 
 
-def changed_words(place: Placed, unit: int) -> int:
-    """Return how many words of a region change; an odd last byte is one."""
-    old, new = (place.part.of(tensor) for tensor in (place.history.old, place.history.new))
-    return np.unique(np.flatnonzero(old != new) // unit).size
+def changed_words(place: Placed, address: int) -> int:
+    """Return how many words change of a region at an address. They are of two bytes if none lies at an odd address or
+    in two runs; an odd last byte is one."""
+    part = place.part
+    odd = address % 2 or (part.rows > 1 and (part.run % 2 or part.live_stride % 2))
+    old, new = (part.of(tensor) for tensor in (place.history.old, place.history.new))
+    return np.unique(np.flatnonzero(old != new) // (1 if odd else 2)).size
 
 
 @contextmanager

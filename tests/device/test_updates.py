@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import gpusync
+from gpusync.errors import DigestMismatchError
 from gpusync.tensors import DTYPE_NAMES
 from gpusync.testing import emulated_runtime
 from tests import live, wire
@@ -441,6 +442,34 @@ def test_regions_that_need_several_batches(
         assert model.held() == model.image(stream.states[3])
         # a frame of more than a batch decodes, and one with a checksum
         assert report.tensors_by_path == {device: 2, "host_decode": 2}
+
+
+@pytest.mark.parametrize("device", ON_EVERY_DEVICE)
+@pytest.mark.parametrize("checksum", DIGESTS)
+@pytest.mark.parametrize("name", ["a", "b", "empty"])
+def test_another_digest_than_the_published_one_changes_nothing(
+    device: str, name: str, checksum: str
+) -> None:
+    live.need(device)
+    tensors = (
+        Spec("a", "U8", (70_000,)),
+        Spec("b", "BF16", (99,), gap=1),
+        Spec("empty", "U8", (0,)),
+    )
+    step = step_of(tensors, "xor", checksum=checksum, still=frozenset({"empty"}))
+    with published(Case(tensors, (step,), 1, 14)) as stream:
+        wrong = wire.digest(checksum, b"other bytes")
+        bend = wire.Bend(
+            blob={spec.name: compress(bytes(spec.nbytes)) for spec in tensors},
+            digest={name: wrong},
+        )
+        stream.stream.delta(new=stream.states[1], checksum=checksum, bend=bend)
+        model = Model(tensors, stream.states[0], device)
+        gpusync.apply_to_model(model.module, stream.chain(1), device=device)
+        with pytest.raises(DigestMismatchError) as refused:
+            gpusync.apply_to_model(model.module, stream.chain(2), device=device)
+        assert (refused.value.tensor, refused.value.version) == (name, 2)
+        assert model.held() == model.image(stream.states[1])
 
 
 # ---- reports -----------------------------------------------------------------------------------------
