@@ -373,12 +373,19 @@ def run_parallel(
     futures: list[Future[Result]] = []
     try:
         futures.extend(pool.submit(work, item) for item in items)
-        return [future.result() for future in as_completed(futures)]
+        results = []
+        future: Future[Result] | None
+        for future in as_completed(futures):
+            results.append(future.result())
+        return results
     finally:
-        _shut_down(pool, futures)
+        shut_down(pool, futures)
+        # An error's traceback holds this frame, and a future holds the error: let the cycle's memory go at once.
+        futures.clear()
+        future = None
 
 
-def _shut_down(pool: ThreadPoolExecutor, futures: list[Future[Result]]) -> None:
+def shut_down(pool: ThreadPoolExecutor, futures: list[Future[Result]]) -> None:
     """Wait for the threads, also when a signal's exception arrives meanwhile; it is raised afterwards."""
     interrupted: BaseException | None = None
     while True:

@@ -89,7 +89,7 @@ class HostChanges:
     def changed_bytes(self) -> int:
         return sum(region.value.nbytes for region in self._changes)
 
-    def refuse_capture(self) -> None:
+    def await_engine(self) -> None:
         pass
 
     def check(self) -> None:

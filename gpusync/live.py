@@ -25,7 +25,15 @@ from gpusync.fold import Bytes, Fold, run_parallel
 from gpusync.layout import Layout, absolute_path, read_layout
 from gpusync.marker import Marker, MarkerState, read_marker
 from gpusync.materialize import NOTHING_TO_FOLD, plan_tensor
-from gpusync.placement import Placement, Region, moved, place_by_name, refused
+from gpusync.placement import (
+    Placement,
+    Region,
+    Spans,
+    moved,
+    place_by_name,
+    refused,
+    wait_for_writes,
+)
 from gpusync.types import AttachReport
 
 _ATTACH_ATTEMPTS = 3
@@ -39,12 +47,13 @@ class LiveState:
     ----------
     identity
         Version, fingerprint and history of the bytes in the model.
-    placement
-        None until a checkpoint's names are known (a chain without checkpoint or base names only what changes).
+    spans
+        Where each tensor was last seen; None until a checkpoint's names are known (a chain without checkpoint or base names
+        only what changes). Not the storages: an engine may free them.
     """
 
     identity: Marker
-    placement: Placement | None = None
+    spans: Spans | None = None
     poisoned: bool = False
 
 
@@ -145,10 +154,9 @@ def attach(
     state_of(model)
     lease = take_lease(model)
     try:
-        state = _attach(model, folder, version)
+        state, placement = _attach(model, folder, version)
     finally:
         lease.give_back()
-    placement = state.placement or Placement({}, ())
     return AttachReport(
         version=state.identity.version,
         placed={name: region.live_names for name, region in placement.regions.items()},
@@ -173,7 +181,7 @@ def attach_first(model: torch.nn.Module, chain: Chain) -> LiveState:
         if folder is None or (folder == chain.checkpoint and read_marker(folder).marker is None):
             continue
         try:
-            return _attach(model, folder, None)
+            return _attach(model, folder, None)[0]
         except (PlacementError, SourceNotReadyError, FormatError) as err:
             failures.append(err)
     if failures:
@@ -192,14 +200,14 @@ def current_placement(
     PlacementError
         A tensor has no place any more, or moved and is not provably the same.
     """
-    if state.placement is None:
+    if state.spans is None:
         return place_by_name(model, dict.fromkeys(names))
-    now = place_by_name(model, dict.fromkeys(state.placement.regions))
-    gone = moved(state.placement, state.placement.regions, now)
+    now = place_by_name(model, dict.fromkeys(state.spans))
+    gone = moved(state.spans, state.spans, now)
     if gone:
         _prove_again(model, state, chain, gone)
-        now = place_by_name(model, dict.fromkeys(state.placement.regions))
-    state.placement = now
+        now = place_by_name(model, dict.fromkeys(state.spans))
+    state.spans = now.spans()
     return now
 
 
@@ -217,9 +225,11 @@ def prove(placement: Placement, layout: Layout, files: OpenFiles, settings: Sett
         name, region = item
         plan = plan_tensor(name, layout, NOTHING_TO_FOLD, files, known={}, from_local=False)
         sink = _CompareSink(region)
-        fold.run(plan.nbytes, plan.origin, (), sink, ())
+        with region.reading():
+            fold.run(plan.nbytes, plan.origin, (), sink, ())
         return name, sink.first_difference
 
+    wait_for_writes(placement)
     items = sorted(placement.regions.items(), key=lambda item: item[1].nbytes, reverse=True)
     found = dict(run_parallel(one, items, settings.workers))
     reasons = {
@@ -261,7 +271,9 @@ class _CompareSink:
             self.first_difference = offset + int(np.flatnonzero(piece != live)[0])
 
 
-def _attach(model: torch.nn.Module, folder: Path, version: int | None) -> LiveState:
+def _attach(
+    model: torch.nn.Module, folder: Path, version: int | None
+) -> tuple[LiveState, Placement]:
     """Prove a model against a folder that stands still meanwhile.
 
     Shards of one version under the marker of the next would give the model an identity that its bytes do not have.
@@ -269,14 +281,14 @@ def _attach(model: torch.nn.Module, folder: Path, version: int | None) -> LiveSt
     for attempt in range(1, _ATTACH_ATTEMPTS + 1):
         found = read_marker(folder)
         try:
-            state = _proven(model, folder, found, version)
+            state, placement = _proven(model, folder, found, version)
         except (PlacementError, SourceNotReadyError, FormatError):
             if attempt == _ATTACH_ATTEMPTS or read_marker(folder) == found:
                 raise
             continue
         if read_marker(folder) == found:
             _states[model] = state
-            return state
+            return state, placement
     raise SourceNotReadyError(
         "the checkpoint was swapped each time it was read; attach again", file=str(folder)
     )
@@ -284,13 +296,13 @@ def _attach(model: torch.nn.Module, folder: Path, version: int | None) -> LiveSt
 
 def _proven(
     model: torch.nn.Module, folder: Path, found: MarkerState, version: int | None
-) -> LiveState:
+) -> tuple[LiveState, Placement]:
     settings = Settings.from_env()
     with OpenFiles(settings.max_open_files, settings.source_retries) as files:
         layout = read_layout(folder, files, settings)
         placement = place_by_name(model, layout.entries())
         prove(placement, layout, files, settings)
-    return LiveState(_identity(found, layout, version), placement)
+    return LiveState(_identity(found, layout, version), placement.spans()), placement
 
 
 def _identity(found: MarkerState, layout: Layout, version: int | None) -> Marker:

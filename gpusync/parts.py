@@ -27,13 +27,15 @@ class LiveChanges(Protocol):
     def changed_bytes(self) -> int:
         """Live bytes under the lists."""
 
-    def refuse_capture(self) -> None:
-        """Refuse to commit while the engine captures a graph, whose replays would commit again.
+    def await_engine(self) -> None:
+        """Wait for what the engine has queued. A failure leaves the lists as good as they were.
 
         Raises
         ------
         DeviceError
-            The calling thread's stream is being captured. The lists stay as good as they were.
+            A graph is being captured, whose replays would commit again, or the device cannot be waited for now.
+        ModelPoisonedError
+            The device is lost.
         """
 
     def check(self) -> None:
@@ -44,7 +46,7 @@ class LiveChanges(Protocol):
         PlacementError
             They changed since.
         DeviceError
-            The device cannot be waited for now.
+            The device failed.
         """
 
     def store(self) -> None:

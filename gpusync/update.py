@@ -17,13 +17,14 @@ from gpusync.errors import (
     CheckpointError,
     DeviceError,
     GpuSyncError,
+    ModelPoisonedError,
     PlacementError,
 )
 from gpusync.lists import LivePlan
 from gpusync.live import Lease, LiveState
 from gpusync.marker import read_marker
 from gpusync.parts import LiveChanges, commit_parts
-from gpusync.placement import moved, place_by_name
+from gpusync.placement import Anchors, moved, place_by_name
 from gpusync.timing import StageClock
 from gpusync.types import UpdateReport
 from gpusync.writeback import WriteBack, submit
@@ -59,6 +60,7 @@ class Update:
         self._state = state
         self._chain = chain
         self._plan = plan
+        self._anchors = Anchors(model, plan.placement if plan is not None else None)
         self._changes = changes
         self._write_back = write_back
         self._report = report
@@ -78,15 +80,19 @@ class Update:
             The weights moved or changed since prepare; they are as they were before the call, and the update is
             discarded.
         DeviceError
-            A store failed and every store was taken back; the update is discarded. Or this thread's stream is being captured
-            into a graph: then the update stays prepared, to be committed after the capture.
+            A store failed and every store was taken back; the update is discarded. Or a graph is being captured: then the
+            update stays prepared, to be committed after the capture.
         ModelPoisonedError
             A store failed and could not be taken back.
         """
         self._expect("prepared", "commit")
-        for part in self._changes:
-            part.refuse_capture()
         start = time.monotonic()
+        try:
+            for part in self._changes:
+                part.await_engine()
+        except ModelPoisonedError:
+            self._poison()
+            raise
         if self._plan is not None:
             self._store(self._plan)
         self._lease.give_back()  # the lists go in finish: freeing them takes milliseconds of the pause
@@ -110,7 +116,7 @@ class Update:
         """
         self._expect("committed", "finish")
         start = time.monotonic()
-        self._changes = ()
+        self._let_go()
         report = self._report
         try:
             if report.write_back == "sync" and self._write_back is not None:
@@ -171,9 +177,12 @@ class Update:
             raise
         except BaseException:
             # Not "taken back": an interrupt that arrives after the last store is no different from one before.
-            self._phase = "poisoned"
-            self._state.poisoned = True
+            self._poison()
             raise
+
+    def _poison(self) -> None:
+        self._phase = "poisoned"
+        self._state.poisoned = True
 
     def _abandon(self) -> None:
         """Discard within a failing commit: in the pause nothing waits, and nothing hides why it failed."""
@@ -186,16 +195,24 @@ class Update:
         model = self._model()
         if model is None:
             raise PlacementError("the model is gone")
+        if self._anchors.hold(model):
+            return
         now = place_by_name(model, dict.fromkeys(plan.placement.regions))
-        gone = moved(plan.placement, plan.placement.regions, now)
+        gone = moved(plan.placement.spans(), plan.placement.regions, now)
         if gone:
             raise PlacementError(
                 "a parameter moved since prepare; nothing was stored, prepare again", tensor=gone[0]
             )
 
     def _release(self) -> None:
-        self._changes = ()
+        self._let_go()
         self._lease.give_back()
+
+    def _let_go(self) -> None:
+        """Keep nothing alive: not the lists, and not the weights' storages, which the engine may want to free."""
+        self._changes = ()
+        self._plan = None
+        self._anchors = Anchors(None, None)
 
     def _expect(self, phase: str, verb: str) -> None:
         if self._phase != phase:

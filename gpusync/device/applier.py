@@ -6,6 +6,8 @@ every result digested on the device and held against what was published.
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +30,7 @@ from gpusync.device.layers import (
     RawLayer,
     RegionMap,
 )
+from gpusync.device.listing import list_tables_nbytes
 from gpusync.device.nvcomp import Nvcomp
 from gpusync.device.pipeline import Pipeline, Verdict
 from gpusync.device.runtime import Event, Runtime, Wait
@@ -36,7 +39,7 @@ from gpusync.device.segments import DeviceChanges, ListMemory, Segment
 from gpusync.device.selftest import nvcomp_is_trusted
 from gpusync.device.staging import Feeder, NeedsHost, PinnedRing
 from gpusync.errors import DeviceError, KernelError, ModelPoisonedError
-from gpusync.fold import BlobSource, Fold, RegionOrigin, run_parallel
+from gpusync.fold import BlobSource, Fold, RegionOrigin, run_parallel, shut_down
 from gpusync.materialize import TensorPlan
 from gpusync.parts import LiveWork, PreparedPart
 from gpusync.timing import Meter, StageClock
@@ -106,12 +109,18 @@ def prepare_on_device(
     if runtime.is_capturing():
         raise DeviceError("this thread is capturing a graph; prepare from another thread, or after")
     engine = runtime.engine_event()
-    # In a thread of our own: the caller's device and capture mode stay as they are.
-    with ThreadPoolExecutor(1, "gpusync-device", initializer=runtime.enter_thread) as pool:
-        preparation = _Preparation(
-            work, runtime, caps.fitted_to(runtime), fold, meter, untrusted_source, engine
-        )
-        return pool.submit(preparation.run).result()
+    # In a thread of our own: the caller's device, stream and capture mode stay as they are.
+    pool = ThreadPoolExecutor(1, "gpusync-device")
+    preparation = _Preparation(work, runtime, fold, meter, untrusted_source, engine)
+    futures = [pool.submit(preparation.run, caps)]
+    try:
+        return futures[0].result()
+    except BaseException:
+        preparation.stopped = True
+        raise
+    finally:
+        shut_down(pool, futures)
+        futures.clear()  # a future holds an error that holds this frame: scratch would wait for a collection
 
 
 class _Preparation:
@@ -119,7 +128,6 @@ class _Preparation:
         self,
         work: LiveWork,
         runtime: Runtime,
-        caps: DeviceCaps,
         fold: Fold,
         meter: Meter,
         untrusted_source: bool,
@@ -128,20 +136,26 @@ class _Preparation:
         self._engine = engine
         self._work = work
         self._runtime = runtime
-        self._caps = caps
         self._fold = fold
         self._meter = meter
         self._untrusted_source = untrusted_source
-        self._nvcomp = Nvcomp(runtime.nvcomp_library())
-        self._distrust: str | None = None
+        self.stopped = False
+        """Set by who waits for it, where it is no longer wanted."""
         self._clock = StageClock()
         self._notes: list[str] = []
-        on_device = ListBudget(caps.list_bytes, "GPUSYNC_DEVICE_LIST_BYTES")
-        self._lists = ListMemory(runtime, on_device, caps.host_lists)
 
-    def run(self) -> PreparedPart:
-        self._distrust = nvcomp_is_trusted(self._runtime, self._nvcomp)
-        self._engine.synchronize(Wait.HOST_FOR_ENGINE)
+    def run(self, caps: DeviceCaps) -> PreparedPart:
+        self._runtime.enter_thread()
+        self._nvcomp = Nvcomp(self._runtime.nvcomp_library())
+        self._caps = caps.fitted_to(self._runtime)
+        on_device = ListBudget(self._caps.list_bytes, "GPUSYNC_DEVICE_LIST_BYTES")
+        self._lists = ListMemory(self._runtime, on_device, caps.host_lists)
+        with _decoding(self._runtime):
+            self._distrust = nvcomp_is_trusted(self._runtime, self._nvcomp)
+            self._engine.synchronize(Wait.HOST_FOR_ENGINE)
+            return self._prepare()
+
+    def _prepare(self) -> PreparedPart:
         empty = [tensor for tensor in self._work.tensors if not tensor.nbytes]
         planned = [tensor for tensor in self._work.tensors if tensor.nbytes]
         with self._clock.stage("dry_pass"):
@@ -172,6 +186,7 @@ class _Preparation:
                 self._caps.scratch_bytes,
                 self._nvcomp.decode_temp_nbytes,
                 sum(tensor.nbytes for tensor in planned),
+                len(planned),
             )
             tensors = self._device_tensors(planned, to_host, capacities)
             try:
@@ -186,10 +201,11 @@ class _Preparation:
     ) -> tuple[Verdict, list[Segment]]:
         batches = plan_batches(tensors, capacities)
         lists = self._lists
+        lists.reserve_tables(list_tables_nbytes(batches))
         scratch = Scratch(self._runtime, capacities, self._nvcomp, len(tensors))
         ring = PinnedRing(self._runtime, _RING_SLOTS, self._caps.ring_bytes // _RING_SLOTS)
         feeder = Feeder(ring, self._fold)
-        pipeline = Pipeline(self._runtime, self._nvcomp, scratch, feeder, lists, self._meter)
+        pipeline = Pipeline(self._runtime, self._nvcomp, scratch, feeder, lists, self._count_batch)
         try:
             found = pipeline.run(batches)
         except BaseException:
@@ -202,6 +218,11 @@ class _Preparation:
         if lists.spilled_nbytes:
             self._notes.append(f"{lists.spilled_nbytes} bytes of change lists are in host memory")
         return found
+
+    def _count_batch(self, nbytes: int) -> None:
+        if self.stopped:
+            raise DeviceError("prepare was interrupted; nothing was changed")
+        self._meter.add(nbytes)
 
     def _device_tensors(
         self, planned: Sequence[TensorPlan], to_host: Mapping[str, str], capacities: Capacities
@@ -289,6 +310,16 @@ class _Preparation:
             self._clock.times(),
             tuple(self._notes),
         )
+
+
+def _decoding(runtime: Runtime) -> threading.Lock:
+    """Return the device's lock: nvCOMP has been seen to fail where several streams of one device decode at once."""
+    with _locks_lock:
+        return _locks.setdefault(runtime, threading.Lock())
+
+
+_locks: weakref.WeakKeyDictionary[Runtime, threading.Lock] = weakref.WeakKeyDictionary()
+_locks_lock = threading.Lock()
 
 
 def _layer_of(blob: BlobSource, found: BlobMap) -> LayerPlan:

@@ -44,6 +44,7 @@ class _Batch:
     input_nbytes: int = 0
     tiles: int = 0
     claims: int = 0
+    tables_nbytes: int = 0
     outputs: list[int] = field(default_factory=list)
     frames: list[int] = field(default_factory=list)
 
@@ -57,6 +58,7 @@ class _Batch:
             self.delta_nbytes + aligned(cut.nbytes) > most.delta_nbytes
             or self.input_nbytes + cut.input_nbytes > most.input_nbytes
             or self.claims + (cut.tiles or 1) > most.tiles
+            or self.tables_nbytes + cut.table_room > most.tables_nbytes
         ):
             return False
         for number, part in enumerate(cut.parts):
@@ -84,6 +86,7 @@ class _Batch:
         self.delta_nbytes += aligned(cut.nbytes)
         self.tiles += cut.tiles
         self.claims += cut.tiles or 1
+        self.tables_nbytes += cut.table_room
 
     def close(self) -> Batch:
         return Batch(tuple(self.chunks), self.delta_nbytes, self.input_nbytes, self.tiles)

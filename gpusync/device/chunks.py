@@ -27,6 +27,7 @@ from gpusync.device.layers import (
 __all__ = [
     "ALIGNMENT",
     "GUARD_NBYTES",
+    "ROUND_TABLES_NBYTES",
     "Batch",
     "Capacities",
     "Chunk",
@@ -41,6 +42,7 @@ __all__ = [
     "RoundFrames",
     "aligned",
     "output_room",
+    "table_room",
 ]
 
 ALIGNMENT = 256
@@ -71,6 +73,8 @@ class Capacities:
         Thread blocks; a chunk has at least one.
     frames
         Frames that one round decodes.
+    tables_nbytes
+        The tables of all rounds, as :func:`table_room` adds them up.
     """
 
     delta_nbytes: int
@@ -78,6 +82,7 @@ class Capacities:
     output_nbytes: int
     tiles: int
     frames: int
+    tables_nbytes: int = 1 << 20
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -145,6 +150,18 @@ def output_room(output_nbytes: int, bitmap_nbytes: int) -> int:
     if not output_nbytes:
         return 0
     return aligned(output_nbytes) + GUARD_NBYTES + aligned(bitmap_nbytes)
+
+
+def table_room(frames: int, tiles: int, payload_nbytes: int) -> int:
+    """Return what a layer's rows in a round's tables take at most, alignment of the tables apart.
+
+    48 bytes for a frame, 88 for the layer and its guard, 4 for each tile and for each 4096 entries of a payload.
+    """
+    return 48 * frames + 88 + 4 * tiles + payload_nbytes // 5120 + 4
+
+
+ROUND_TABLES_NBYTES = 256
+"""What aligning the tables of a round takes at most."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -66,7 +66,7 @@ class CudaRuntime:
     Raises
     ------
     MissingDependencyError
-        CuPy, or the driver's library, cannot be loaded, or CuPy sees no device.
+        CuPy, its compiler or the driver's library cannot be loaded, or CuPy sees no device.
     """
 
     name: Literal["cuda", "emulated"] = "cuda"
@@ -74,6 +74,7 @@ class CudaRuntime:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._cupy = _import_cupy()
+        _check_compiler(self._cupy)
         self._driver = _load_driver()
         # CuPy keeps the compiled module per device, and on disk between processes.
         self._module = self._cupy.RawModule(code=kernel_source(), options=("--std=c++17",))
@@ -82,6 +83,8 @@ class CudaRuntime:
         with torch.cuda.device(device):
             self._probe = self._cupy.cuda.Stream(non_blocking=True)
         self._memory = torch.cuda.ExternalStream(self._probe.ptr, device)  # type: ignore[no-untyped-call]
+        with torch.cuda.device(device):
+            self._host_reads = self._cupy.cuda.Stream(non_blocking=True)
 
     def describe(self) -> str:
         """Return the device's name for reports."""
@@ -99,7 +102,10 @@ class CudaRuntime:
         """
         with self.translated("allocating device memory"), torch.cuda.stream(self._memory):
             try:
-                return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+                memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+                # Allocations of cudaMallocAsync, and the fill that torch.use_deterministic_algorithms adds, are queued.
+                self._memory.synchronize()
+                return memory
             except torch.cuda.OutOfMemoryError as err:
                 raise OutOfScratchError(
                     "the device has no memory left for scratch: lower scratch_bytes",
@@ -189,12 +195,14 @@ class CudaRuntime:
             torch.cuda.synchronize(self.device)
 
     def enter_thread(self) -> None:
-        """Make the device current for the calling thread, and let it work while an engine captures a graph.
+        """Make the device and a stream of ours current for the calling thread, which may work while an engine captures.
 
-        Both last until the thread ends or asks for something else. Without the second, a call such as an allocation
+        For threads of our own: it lasts until the thread ends. Without relaxed capture mode, a call such as an allocation
         would fail, and end the engine's capture with it, wherever that capture is global.
         """
         torch.cuda.set_device(self.device)
+        # torch's own copies, such as reads of live bytes by the host: not behind what the engine has queued.
+        torch.cuda.set_stream(torch.cuda.ExternalStream(self._host_reads.ptr, self.device))  # type: ignore[no-untyped-call]
         # The driver's function: torch's and CuPy's CUDA runtimes may be two libraries, and both sit on this driver.
         mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
         status = self._driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
@@ -208,8 +216,6 @@ class CudaRuntime:
         ------
         KernelError
             There is no such kernel, or the sources do not compile; the message holds the compiler's text.
-        MissingDependencyError
-            NVRTC, which compiles them, cannot be loaded.
         """
         kernel = self._kernels.get(name)
         if kernel is None:
@@ -218,9 +224,13 @@ class CudaRuntime:
                     kernel = self._kernels[name] = self._module.get_function(name)
                 except self._cupy.cuda.compiler.CompileException as err:
                     raise KernelError(f"the kernels do not compile: {err}") from err
-                except (ImportError, OSError) as err:
+                except ImportError as err:
                     raise MissingDependencyError(
-                        "CuPy finds no CUDA compiler library (NVRTC)", got=str(err)
+                        "CuPy lacks a library that it compiles with", got=str(err)
+                    ) from err
+                except OSError as err:
+                    raise KernelError(
+                        f"CuPy cannot keep what it compiles, see CUPY_CACHE_DIR: {err}"
                     ) from err
         return kernel
 
@@ -262,6 +272,17 @@ def _import_cupy() -> Any:
             "CuPy sees no CUDA device: is it built for this driver's CUDA?", got=cupy.__version__
         )
     return cupy
+
+
+def _check_compiler(cupy: Any) -> None:
+    """Have CuPy load NVRTC: where it cannot, what it raises later does not tell that from a kernel that is wrong."""
+    try:
+        cupy.cuda.nvrtc.getVersion()
+    except Exception as err:
+        raise MissingDependencyError(
+            "CuPy finds no CUDA compiler library (NVRTC): install gpusync[cuda12] or gpusync[cuda13]",
+            got=str(err),
+        ) from err
 
 
 def _load_driver() -> ctypes.CDLL:

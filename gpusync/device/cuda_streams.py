@@ -13,6 +13,8 @@ import torch
 from gpusync.device.runtime import Event, Wait
 from gpusync.errors import KernelError
 
+_CUDA_ERROR = 1000  # nvcompStatus_t (nvcomp/shared_types.h)
+
 Translated = Callable[[str], AbstractContextManager[None]]
 """Says what is being done, and turns what torch and CuPy raise meanwhile into our errors."""
 
@@ -108,9 +110,9 @@ class CudaStream:
         KernelError
             It cannot be built or launched.
         """
+        function = self._kernel(kernel)
         if blocks == 0:
             return
-        function = self._kernel(kernel)
         values = tuple(np.uint64(value) for value in args)
         # CuPy launches on its own notion of the current stream, which it keeps per device and thread
         with self._translated(f"launching {kernel}"), torch.cuda.device(self._device), self._handle:
@@ -118,8 +120,11 @@ class CudaStream:
 
     def call(self, function: Callable[[int], int]) -> int:
         """Have a library queue its own work on the stream's ``cudaStream_t``; return its status."""
-        with torch.cuda.device(self._device):
-            return function(self._handle.ptr)
+        with self._translated("calling the decoder"), torch.cuda.device(self._device):
+            status = function(self._handle.ptr)
+            if status == _CUDA_ERROR:
+                raise RuntimeError("the decoder reports a CUDA error")
+            return status
 
     def synchronize(self) -> None:
         """Block the host until the queue is empty."""

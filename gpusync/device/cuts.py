@@ -10,9 +10,11 @@ from gpusync.device.blobs import BlobMap, Positions
 from gpusync.device.chunks import (
     ALIGNMENT,
     GUARD_NBYTES,
+    ROUND_TABLES_NBYTES,
     Capacities,
     aligned,
     output_room,
+    table_room,
 )
 from gpusync.device.kernels import TILE_NBYTES
 from gpusync.device.layers import DeviceTensor, FramesLayer, LayerPlan, PayloadLayer
@@ -55,10 +57,20 @@ class Cut:
     def tiles(self) -> int:
         return -(-self.nbytes // TILE_NBYTES)
 
+    @property
+    def table_room(self) -> int:
+        """Bytes of the tables of all its rounds."""
+        tiles = self.tiles
+        return sum(
+            table_room(part.frames, tiles, part.output_nbytes) + ROUND_TABLES_NBYTES
+            for part in self.parts
+        )
+
     def fits_alone(self, capacities: Capacities) -> bool:
         """Return whether an empty batch takes it."""
         return (
             aligned(self.nbytes) <= capacities.delta_nbytes
+            and self.table_room <= capacities.tables_nbytes
             and self.input_nbytes <= capacities.input_nbytes
             and self.tiles <= capacities.tiles
             and all(
@@ -107,9 +119,12 @@ def why_not_device(tensor: DeviceTensor, capacities: Capacities) -> str | None:
     q0 = np.arange(region_steps(region.nbytes), dtype=np.int64) * TILE_NBYTES
     q1 = np.append(q0[1:], region.nbytes)
     inputs = np.zeros_like(q0)
+    tables = 0
     for layer in tensor.layers:
         need = _step_needs(layer, tensor, q0, q1)
         inputs += need.inputs
+        tables += table_room(int(need.frames.max()), 1, int(need.outputs.max()))
+        tables += ROUND_TABLES_NBYTES
         for most, capacity, what in (
             (need.outputs.max(), capacities.output_nbytes, "bytes to decode"),
             (need.frames.max(), capacities.frames, "frames"),
@@ -119,6 +134,8 @@ def why_not_device(tensor: DeviceTensor, capacities: Capacities) -> str | None:
     if inputs.max() > capacities.input_nbytes:
         most = inputs.max()
         return f"{most} bytes to read for {TILE_NBYTES}: a batch takes {capacities.input_nbytes}"
+    if tables > capacities.tables_nbytes:
+        return f"{tables} bytes of tables for {len(tensor.layers)} layers: a batch takes {capacities.tables_nbytes}"
     return None
 
 

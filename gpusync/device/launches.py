@@ -175,6 +175,12 @@ def launch_store(stream: Stream, lists: Lists) -> None:
     stream.launch("gs_store", lists.ntiles, (lists.rows, lists.tile_list, lists.ntiles))
 
 
+def load_commit_kernels(stream: Stream) -> None:
+    """Have commit's kernels loaded: CUDA does that when one is first asked for, which is not for the pause."""
+    for kernel in ("gs_live_sums", "gs_compare_live", "gs_store"):
+        stream.launch(kernel, 0, ())
+
+
 def launch_layers(
     stream: Stream, tiles: Tiles, *, layers: int, tile_layer: int, ntiles: int
 ) -> None:

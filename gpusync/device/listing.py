@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from gpusync.device.chunks import Batch
+from gpusync.device.kernels import CHUNK
 from gpusync.device.launches import (
     CHECKS_NBYTES,
     CountTables,
@@ -19,10 +21,10 @@ from gpusync.device.launches import (
     launch_list_check,
     launch_write,
 )
-from gpusync.device.rounds import BatchBuffers, TableBlock, chunk_rows, tile_rows
+from gpusync.device.rounds import BatchBuffers, TableBlock, chunk_rows, rounded, tile_rows
 from gpusync.device.runtime import Event, Stream, Wait
 from gpusync.device.scratch import Scratch, Slot
-from gpusync.device.segments import ENTRY_NBYTES, ListMemory, Segment
+from gpusync.device.segments import ENTRY_NBYTES, ListMemory, Segment, commit_tables_nbytes
 from gpusync.errors import KernelError
 
 
@@ -141,7 +143,6 @@ def send_tables(
     firsts = kept.reserve(4 * (batch.tiles + 1))
     checks = kept.reserve(CHECKS_NBYTES * batch.tiles)
     memory = lists.take_tables(kept.nbytes)
-    slot.room_for_tables(block.nbytes + sent_nbytes)
     block.write_to(slot.staging)
     kept.write_to(slot.staging[block.nbytes :])
     stream.copy(slot.tables[: block.nbytes], slot.staging[: block.nbytes])
@@ -165,3 +166,15 @@ def send_tables(
         total=memory[firsts + 4 * batch.tiles :][:4],
         copied=copied,
     )
+
+
+def list_tables_nbytes(batches: Sequence[Batch]) -> int:
+    """Return what the tables of all lists of an update take, entries apart, where every batch has some."""
+    kept = sum(
+        rounded(len(batch.chunks) * CHUNK.itemsize)
+        + rounded(4 * batch.tiles)
+        + rounded(4 * (batch.tiles + 1))
+        + rounded(CHECKS_NBYTES * batch.tiles)
+        for batch in batches
+    )
+    return kept + commit_tables_nbytes(len(batches), sum(batch.tiles for batch in batches))

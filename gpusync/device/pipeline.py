@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gpusync.device.chunks import Batch, Chunk
+from gpusync.device.chunks import Batch
 from gpusync.device.launches import (
     Tiles,
     launch_check_guards,
@@ -30,7 +30,6 @@ from gpusync.device.launches import (
     launch_payloads,
     launch_status_check,
 )
-from gpusync.device.layers import PayloadLayer
 from gpusync.device.listing import Listing, send_tables
 from gpusync.device.nvcomp import DecodeArrays, Nvcomp
 from gpusync.device.rounds import BatchBuffers, RoundTables, TableBlock, plan_round
@@ -39,7 +38,6 @@ from gpusync.device.scratch import Scratch, Slot, host_memory
 from gpusync.device.segments import ENTRY_NBYTES, ListMemory, Segment
 from gpusync.device.staging import Feeder
 from gpusync.errors import GpuSyncError
-from gpusync.timing import Meter
 from gpusync.types import StageTimes
 
 
@@ -90,6 +88,8 @@ class Pipeline:
         Sized for the batches.
     lists
         Where finished lists go.
+    on_batch
+        Called with the bytes of regions of each batch that is under way; an exception from it stops the run.
     """
 
     def __init__(
@@ -99,13 +99,13 @@ class Pipeline:
         scratch: Scratch,
         feeder: Feeder,
         lists: ListMemory,
-        meter: Meter,
+        on_batch: Callable[[int], None],
     ) -> None:
         self._nvcomp = nvcomp
         self._scratch = scratch
         self._feeder = feeder
         self._lists = lists
-        self._meter = meter
+        self._on_batch = on_batch
         self._runtime = runtime
         self._copy, self._decode, self._apply = (runtime.stream() for _ in range(3))
         self._segments: list[Segment] = []
@@ -128,8 +128,9 @@ class Pipeline:
             except _GateShut:
                 stopped = True
             return self._read_verdict(stopped), self._segments
-        finally:
+        except BaseException:
             self._drain()
+            raise
 
     def _run_batches(self, batches: Sequence[Batch]) -> None:
         waiting: Listing | None = None
@@ -138,7 +139,7 @@ class Pipeline:
             if waiting is not None:
                 self._finish_list(waiting)
             waiting = listing
-            self._meter.add(batch.region_nbytes)
+            self._on_batch(batch.region_nbytes)
         if waiting is not None:
             self._finish_list(waiting)
 
@@ -150,7 +151,7 @@ class Pipeline:
         self._feeder.feed(batch, slot.input, self._copy)
         block = TableBlock()
         rounds = [plan_round(batch, number, buffers, block) for number in range(batch.rounds)]
-        guards = block.add(np.array(scratch.temp_guards, np.uint64))
+        guards = block.add(np.array(scratch.guards, np.uint64))
         listing = send_tables(batch, slot, buffers, block, self._copy, self._lists, scratch.gate)
         self._decode.wait(listing.copied, Wait.DECODE_FOR_COPY)
         if slot.listed is not None:
@@ -174,18 +175,19 @@ class Pipeline:
         tables: RoundTables,
         tiles: Tiles,
         slot: Slot,
-        temp_guards: int,
+        guards: int,
     ) -> None:
         stream, scratch, base = self._decode, self._scratch, slot.tables.data_ptr()
-        for offset, nbytes in tables.bitmaps:
-            stream.fill(scratch.output[offset : offset + nbytes], 0)
-        if number == 0:
-            for chunk in sparse_chunks(batch):
-                stream.fill(slot.delta[chunk.delta_offset :][: chunk.nbytes], 0)
+        if tables.has_bitmaps:
+            stream.fill(scratch.output[: batch.output_nbytes(number)], 0)
+        if (
+            number == 0 and tables.nitems
+        ):  # what names positions starts from zeros; the others set theirs
+            stream.fill(slot.delta[: batch.delta_nbytes], 0)
         if tables.nframes:
             arrays = DecodeArrays.within(base + tables.frames, tables.nframes)
             launch_fill_guards(stream, base + tables.zones, tables.nzones)
-            launch_fill_guards(stream, temp_guards, 2)
+            launch_fill_guards(stream, guards, len(scratch.guards))
             self._nvcomp.decode(stream, arrays, scratch.temp)
             launch_status_check(
                 stream,
@@ -198,7 +200,7 @@ class Pipeline:
                 gate=scratch.gate,
             )
             launch_check_guards(stream, base + tables.zones, tables.nzones, scratch.damaged)
-            launch_check_guards(stream, temp_guards, 2, scratch.damaged)
+            launch_check_guards(stream, guards, len(scratch.guards), scratch.damaged)
         launch_layers(
             stream,
             tiles,
@@ -271,8 +273,3 @@ class Pipeline:
         for stream in (self._copy, self._decode, self._apply):
             with contextlib.suppress(GpuSyncError):
                 stream.synchronize()
-
-
-def sparse_chunks(batch: Batch) -> list[Chunk]:
-    """Return the chunks whose first layer names positions: their deltas start as zeros."""
-    return [chunk for chunk in batch.chunks if isinstance(chunk.layers[0].plan, PayloadLayer)]

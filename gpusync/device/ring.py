@@ -95,7 +95,7 @@ class PinnedRing:
                     continue
                 self.slot_nbytes, self.is_pinned = asked, False
                 self.note = f"staging from pageable memory: pinning was refused ({err})"
-                return torch.empty(self.nbytes, dtype=torch.uint8)
+                return torch.empty(self.nbytes, dtype=torch.uint8, device="cpu")
             if self.slot_nbytes < asked:
                 self.note = (
                     f"staging through {self.nbytes} pinned bytes: {self.slots * asked} were refused"

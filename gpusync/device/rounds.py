@@ -23,6 +23,11 @@ _FORMS = {"overwrite": 1, "xor_sparse": 2}
 _ALIGNMENT = 16
 
 
+def rounded(nbytes: int) -> int:
+    """Return what an array takes of a block."""
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
 class TableBlock:
     """Arrays that go to the device in one copy.
 
@@ -40,7 +45,7 @@ class TableBlock:
     def reserve(self, nbytes: int) -> int:
         """Return the place of room that the device writes, a multiple of 16."""
         place = self.nbytes
-        self.nbytes += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        self.nbytes += rounded(nbytes)
         return place
 
     def write_to(self, memory: torch.Tensor) -> None:
@@ -68,8 +73,8 @@ class BatchBuffers:
 class RoundTables:
     """Places, in a block, of the tables of one round, and how many rows each has.
 
-    ``frames`` begins a :class:`DecodeArrays`; ``frame_tensor`` u32 is the number of each frame's tensor. ``bitmaps`` are
-    (offset, nbytes) in the output buffer, to be zeroed. ``decoded_nbytes`` is the content of all frames, and
+    ``frames`` begins a :class:`DecodeArrays`; ``frame_tensor`` u32 is the number of each frame's tensor. ``has_bitmaps`` says
+    that some of the output buffer must be zeroed first. ``decoded_nbytes`` is the content of all frames, and
     ``largest_nbytes`` that of the largest.
     """
 
@@ -84,7 +89,7 @@ class RoundTables:
     payloads: int
     item_payload: int
     nitems: int
-    bitmaps: tuple[tuple[int, int], ...]
+    has_bitmaps: bool
     decoded_nbytes: int
     largest_nbytes: int
 
@@ -154,11 +159,7 @@ def plan_round(batch: Batch, number: int, buffers: BatchBuffers, block: TableBlo
         payloads=block.add(_payload_rows(sparse, items, buffers)),
         item_payload=block.add(tile_rows(items)),
         nitems=sum(items),
-        bitmaps=tuple(
-            (layer.bitmap_offset, layer.bitmap_nbytes)
-            for _, _, layer in sparse
-            if layer.bitmap_nbytes
-        ),
+        has_bitmaps=any(layer.bitmap_nbytes for _, _, layer in sparse),
         decoded_nbytes=int(frames.output_nbytes.sum()),
         largest_nbytes=int(frames.output_nbytes.max(initial=0)),
     )

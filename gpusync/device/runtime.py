@@ -64,7 +64,7 @@ class Stream(Protocol):
         """Queue setting every byte of device memory."""
 
     def launch(self, kernel: str, blocks: int, args: Sequence[int], *, threads: int = 256) -> None:
-        """Queue a kernel; none if ``blocks`` is 0.
+        """Queue a kernel; with ``blocks`` 0 it is only built and loaded.
 
         Parameters
         ----------

@@ -13,6 +13,9 @@ from gpusync.errors import OutOfScratchError
 
 _GROUP_TILES = 64
 
+KEPT_NBYTES_PER_TILE = 160
+"""Of the tables that are sent with a batch and stay with its list: a chunk's row, and a tile's."""
+
 
 class Slot:
     """The buffers of one batch under way; there are two, so that one is filled while the other is worked on.
@@ -23,7 +26,6 @@ class Slot:
 
     def __init__(self, runtime: Runtime, capacities: Capacities) -> None:
         tiles = capacities.tiles
-        self._runtime = runtime
         self.input = runtime.empty(capacities.input_nbytes + INPUT_SLACK_NBYTES)
         self.delta = runtime.empty(capacities.delta_nbytes)
         self.sums = runtime.empty(tiles * SUMS_NBYTES)
@@ -33,15 +35,9 @@ class Slot:
         self.groups = runtime.empty(-(-tiles // _GROUP_TILES) * 4)
         self.list_sums = runtime.empty(tiles * 8)
         self.count = host_memory(runtime, 8)
-        self.tables = runtime.empty(0)
-        self.staging = host_memory(runtime, 0)
+        self.tables = runtime.empty(capacities.tables_nbytes)
+        self.staging = host_memory(runtime, capacities.tables_nbytes + tiles * KEPT_NBYTES_PER_TILE)
         self.listed: Event | None = None
-
-    def room_for_tables(self, nbytes: int) -> None:
-        """Make ``tables`` and ``staging`` that large."""
-        if self.tables.numel() < nbytes:
-            self.tables = self._runtime.empty(nbytes)
-            self.staging = host_memory(self._runtime, nbytes)
 
 
 class Scratch:
@@ -57,7 +53,7 @@ class Scratch:
         self, runtime: Runtime, capacities: Capacities, nvcomp: Nvcomp, regions: int
     ) -> None:
         self.slots = (Slot(runtime, capacities), Slot(runtime, capacities))
-        self.output = runtime.empty(capacities.output_nbytes)
+        self._output = runtime.empty(GUARD_NBYTES + capacities.output_nbytes)
         output_nbytes = capacities.output_nbytes
         temp_nbytes = nvcomp.decode_temp_nbytes(
             capacities.frames, min(output_nbytes, MAX_FRAME_NBYTES), output_nbytes
@@ -69,15 +65,20 @@ class Scratch:
         self.flags = runtime.empty(12)
 
     @property
+    def output(self) -> torch.Tensor:
+        """Where frames are decoded to, without the guard before it; behind every layer's output is another."""
+        return self._output[GUARD_NBYTES:]
+
+    @property
     def temp(self) -> torch.Tensor:
         """nvCOMP's scratch, without the guards around it."""
         return self._temp[GUARD_NBYTES:-GUARD_NBYTES]
 
     @property
-    def temp_guards(self) -> tuple[int, int]:
-        """Addresses of the guards around nvCOMP's scratch."""
+    def guards(self) -> tuple[int, int, int]:
+        """Addresses of the guards around nvCOMP's scratch, and of that before the output."""
         begin = self._temp.data_ptr()
-        return begin, begin + self._temp.numel() - GUARD_NBYTES
+        return begin, begin + self._temp.numel() - GUARD_NBYTES, self._output.data_ptr()
 
     @property
     def gate(self) -> int:
@@ -100,4 +101,4 @@ def host_memory(runtime: Runtime, nbytes: int) -> torch.Tensor:
     try:
         return runtime.pinned(nbytes)
     except OutOfScratchError:
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")

@@ -5,6 +5,7 @@ They lie in device memory up to their cap, then in pinned host memory, which ker
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,11 +15,24 @@ from numpy.typing import NDArray
 
 from gpusync.changes import ListBudget
 from gpusync.device.kernels import LIST
-from gpusync.device.launches import Entries, Lists, Tiles, launch_live_check, launch_store
-from gpusync.device.rounds import TableBlock, tile_rows
+from gpusync.device.launches import (
+    Entries,
+    Lists,
+    Tiles,
+    launch_live_check,
+    launch_store,
+    load_commit_kernels,
+)
+from gpusync.device.rounds import TableBlock, rounded, tile_rows
 from gpusync.device.runtime import Runtime, Stream, Wait
 from gpusync.device.scratch import host_memory
-from gpusync.errors import DeviceError, ModelPoisonedError, OutOfScratchError, PlacementError
+from gpusync.errors import (
+    DeviceError,
+    GpuSyncError,
+    ModelPoisonedError,
+    OutOfScratchError,
+    PlacementError,
+)
 
 ENTRY_NBYTES = 4
 """Of an entry: u16 index within its tile, and u16 new XOR live."""
@@ -59,16 +73,25 @@ class ListMemory:
         self.spilled_nbytes = 0
         self._taken: list[tuple[ListBudget, int]] = []
 
-    def take_tables(self, nbytes: int) -> torch.Tensor:
-        """Return device memory: tables are copied to and from in a queue, which pinned memory is not.
+    def reserve_tables(self, nbytes: int) -> None:
+        """Count what :meth:`take_tables` will give, ahead of the entries: those can go elsewhere.
 
         Raises
         ------
         OutOfScratchError
-            There is no room for it.
+            It is over the device's cap.
         """
         self._on_device.take(nbytes)
         self._taken.append((self._on_device, nbytes))
+
+    def take_tables(self, nbytes: int) -> torch.Tensor:
+        """Return device memory that is counted already: a copy to pinned memory is no part of a queue.
+
+        Raises
+        ------
+        OutOfScratchError
+            The device has none left.
+        """
         return self._runtime.empty(nbytes)
 
     def take_entries(self, nbytes: int) -> torch.Tensor:
@@ -133,6 +156,7 @@ class DeviceChanges:
         block.write_to(staging)
         stream.copy(self._tables[:sums], staging)
         stream.fill(self._tables[sums:], 0)
+        load_commit_kernels(stream)
         stream.record().synchronize(Wait.HOST_FOR_COPY)
         base = self._tables.data_ptr()
         self._lists = Lists(base + rows, base + tile_list, self._ntiles)
@@ -148,12 +172,20 @@ class DeviceChanges:
     def changed_bytes(self) -> int:
         return sum(segment.unit_nbytes * segment.count for segment in self._segments)
 
-    def refuse_capture(self) -> None:
+    def await_engine(self) -> None:
         if self._runtime.is_capturing():
             raise DeviceError("the engine is capturing a graph; commit after the capture has ended")
+        self._runtime.synchronize()
 
     def check(self) -> None:
-        self._runtime.synchronize()  # what the engine has queued may read or write the weights
+        try:
+            self._check()
+        except BaseException:
+            with contextlib.suppress(GpuSyncError):
+                self._stream.synchronize()  # the tables may go now
+            raise
+
+    def _check(self) -> None:
         launch_live_check(
             self._stream,
             self._lists,
@@ -171,9 +203,7 @@ class DeviceChanges:
     def store(self) -> None:
         try:
             launch_store(self._stream, self._lists)
-        except ModelPoisonedError:
-            raise
-        except BaseException as err:  # what was not launched has stored nothing
+        except DeviceError as err:  # it was not launched; of anything else, nobody can say
             raise DeviceError(
                 "committing failed before anything was stored; prepare again"
             ) from err
@@ -206,6 +236,11 @@ class DeviceChanges:
         return ""
 
 
+def commit_tables_nbytes(lists: int, tiles: int) -> int:
+    """Return what the tables of a commit take."""
+    return rounded(lists * LIST.itemsize) + rounded(4 * tiles) + rounded(8 * tiles) + rounded(4)
+
+
 def _list_rows(segments: Sequence[Segment]) -> NDArray[np.void]:
     rows = np.zeros(len(segments), LIST)
     first_tile = 0
@@ -220,7 +255,7 @@ def _list_rows(segments: Sequence[Segment]) -> NDArray[np.void]:
 
 
 def _read_words(stream: Stream, table: torch.Tensor) -> NDArray[np.uint64]:
-    host = torch.empty(table.numel(), dtype=torch.uint8)
+    host = torch.empty(table.numel(), dtype=torch.uint8, device="cpu")
     stream.copy(host, table)
     stream.record().synchronize(Wait.HOST_FOR_VERDICT)
     return host.numpy().view(np.uint64)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
+from gpusync.device.launches import load_commit_kernels
 from gpusync.device.nvcomp import Nvcomp
 from gpusync.device.runtime import Runtime
 from gpusync.device.selftest import nvcomp_is_trusted
@@ -20,8 +23,13 @@ def warm_up(runtime: Runtime) -> str | None:
     MissingDependencyError, KernelError
         What the device path needs is not here, or does not build.
     """
+    with ThreadPoolExecutor(1, "gpusync-warmup") as pool:  # the caller's thread stays as it is
+        return pool.submit(_warm_up, runtime).result()
+
+
+def _warm_up(runtime: Runtime) -> str | None:
     runtime.enter_thread()
     stream = runtime.stream()
-    stream.launch("gs_fill_guards", 1, (0, 0))  # no zones: it is built, and does nothing
+    load_commit_kernels(stream)
     stream.synchronize()
     return nvcomp_is_trusted(runtime, Nvcomp(runtime.nvcomp_library()))

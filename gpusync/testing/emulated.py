@@ -132,7 +132,13 @@ class EmulatedRuntime:
 
     def stream(self) -> EmulatedStream:
         """Return a new stream."""
-        return EmulatedStream(self._queues, self.ledger, self.kernel, self._is_pinned)
+        return EmulatedStream(
+            self._queues, self.ledger, self.kernel, self._is_pinned, self._is_ours
+        )
+
+    def _is_ours(self, memory: torch.Tensor) -> bool:
+        address = memory.data_ptr()
+        return self._pinned.holds(address) or self._scratch.holds(address)
 
     def _is_pinned(self, memory: torch.Tensor) -> bool:
         return self._pinned.holds(memory.data_ptr())
@@ -162,7 +168,15 @@ class EmulatedRuntime:
         return self.capturing
 
     def synchronize(self) -> None:
-        """Run all that is queued, the engine's work as well."""
+        """Run all that is queued, the engine's work as well.
+
+        Raises
+        ------
+        KernelError
+            A graph is being captured: CUDA refuses then.
+        """
+        if self.capturing:
+            raise KernelError("the device cannot be waited for while a graph is captured")
         with self._queues.lock:
             self._queues.drain()
             self._scratch.settle()

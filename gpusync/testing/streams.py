@@ -25,6 +25,7 @@ class EmulatedStream:
         ledger: Ledger,
         kernel: Callable[[str], Launcher],
         is_pinned: Callable[[torch.Tensor], bool],
+        is_ours: Callable[[torch.Tensor], bool],
     ) -> None:
         self.number = queues.add()
         """Which of its device's streams it is: 0 is the engine's."""
@@ -32,6 +33,7 @@ class EmulatedStream:
         self._ledger = ledger
         self._kernel = kernel
         self._is_pinned = is_pinned
+        self._is_ours = is_ours
 
     def record(self) -> EmulatedEvent:
         """Return an event behind all that is queued now."""
@@ -52,7 +54,9 @@ class EmulatedStream:
             raise KernelError("a copy is of one size", expected=target.numel(), got=source.numel())
         if self._is_pinned(target) and self._is_pinned(source):
             raise KernelError("CUDA runs a copy within the host's memory at once, not in the queue")
-        self._queues.put(self.number, lambda: _copy(target, source))
+        to, of, nbytes = target.data_ptr(), source.data_ptr(), target.numel()
+        kept = self._kept(target, source)
+        self._queues.put(self.number, lambda: _copy(to, of, nbytes, kept))
 
     def fill(self, target: torch.Tensor, byte: int) -> None:
         """Queue setting every byte of a flat uint8 tensor."""
@@ -60,7 +64,12 @@ class EmulatedStream:
         _check_bytes(target)
         if self._is_pinned(target):
             raise KernelError("CUDA fills the host's memory at once, not in the queue")
-        self._queues.put(self.number, lambda: _fill(target, byte))
+        to, nbytes, kept = target.data_ptr(), target.numel(), self._kept(target)
+        self._queues.put(self.number, lambda: _fill(to, byte, nbytes, kept))
+
+    def _kept(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        """Return the memory that a queue may keep alive: not the device's own, which CUDA does not keep either."""
+        return [tensor for tensor in tensors if not self._is_ours(tensor)]
 
     def launch(self, kernel: str, blocks: int, args: Sequence[int], *, threads: int = 256) -> None:
         """Queue a kernel; its arguments are taken now.
@@ -71,6 +80,7 @@ class EmulatedStream:
             There is no such kernel, it has another number of parameters, or the grid cannot be launched.
         """
         if blocks == 0:
+            self._kernel(kernel)
             return
         self._ledger.count("launch", kernel)
         if not (0 < blocks < 1 << 31 and 0 < threads <= 1024):
@@ -114,10 +124,10 @@ def _check_bytes(tensor: torch.Tensor) -> None:
         )
 
 
-# Through the C library, so that AddressSanitizer checks both sides.
-def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    ctypes.memmove(target.data_ptr(), source.data_ptr(), target.numel())
+# Through the C library, so that AddressSanitizer checks both sides. ``kept`` is only there to be referred to.
+def _copy(to: int, of: int, nbytes: int, kept: object) -> None:
+    ctypes.memmove(to, of, nbytes)
 
 
-def _fill(target: torch.Tensor, byte: int) -> None:
-    ctypes.memset(target.data_ptr(), byte, target.numel())
+def _fill(to: int, byte: int, nbytes: int, kept: object) -> None:
+    ctypes.memset(to, byte, nbytes)

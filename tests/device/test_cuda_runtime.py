@@ -69,6 +69,7 @@ class Device:
             cuda=SimpleNamespace(
                 Stream=Handle,
                 compiler=SimpleNamespace(CompileException=CompileException),
+                nvrtc=SimpleNamespace(getVersion=lambda: (12, 9)),
                 runtime=SimpleNamespace(streamQuery=lambda ptr: self.status),
             ),
         )

@@ -456,7 +456,7 @@ REFUSALS = {Fault.WRONG_BYTE, Fault.WRONG_SIZE, Fault.STATUS, Fault.CALL}
 
 @pytest.mark.usefixtures("short_corpus")
 @pytest.mark.parametrize("fault", Fault)
-@pytest.mark.parametrize("alone", [False])
+@pytest.mark.parametrize("alone", [True, False])
 def test_a_decoder_that_fails_after_it_passed_its_self_test(
     stream: wire.Stream, fault: Fault, alone: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

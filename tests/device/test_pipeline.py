@@ -39,7 +39,6 @@ from gpusync.device.segments import DeviceChanges, ListMemory
 from gpusync.device.staging import Feeder, PinnedRing
 from gpusync.fold import BlobSource, Fold
 from gpusync.testing import EmulatedRuntime
-from gpusync.timing import Meter
 from tests import live, wire
 from tests.device.published import open_blobs, write_delta
 from tests.device.support import download, upload
@@ -202,9 +201,7 @@ class Rig:
         nvcomp = Nvcomp(self.runtime.nvcomp_library())
         scratch = Scratch(self.runtime, self.capacities, nvcomp, len(tensors))
         lists = ListMemory(self.runtime, ListBudget(1 << 30), ListBudget(1 << 30))
-        pipeline = Pipeline(
-            self.runtime, nvcomp, scratch, self.feeder, lists, Meter("none", 0, None)
-        )
+        pipeline = Pipeline(self.runtime, nvcomp, scratch, self.feeder, lists, lambda nbytes: None)
         verdict, segments = pipeline.run(batches)
         assert not (verdict.stopped or verdict.damaged or verdict.unlike or verdict.bad.any())
         for place, digest in zip(self.placed, verdict.digests, strict=True):

@@ -31,7 +31,7 @@ EDGES = (1, 2, 3, 15, 16, 17, 63, 64, 65, 127, 128, 129, 240, 241, 1023, 1024, 1
 LARGE = (65535, 65536, 65537, 131_073, 200_001)
 DTYPES = [name for name in DTYPE_BYTES if hasattr(torch, DTYPE_NAMES[name])]
 MARGIN = 64
-SMALL_SCRATCH = 9_100_000
+SMALL_SCRATCH = 9_250_000
 """Next to the least: a batch is 1 MiB of deltas."""
 
 
