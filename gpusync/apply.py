@@ -11,23 +11,15 @@ from typing import Any, Literal
 
 import torch
 
+from gpusync.attaching import attach, attach_first, current_placement
 from gpusync.chain import Chain, start_layout
 from gpusync.devices import PathRunner, check_device, warm_up_device
 from gpusync.errors import CheckpointError, DeviceError, ModelPoisonedError, PlacementError
 from gpusync.lists import LivePlan, plan_live
-from gpusync.live import (
-    LiveState,
-    attach,
-    attach_first,
-    current_placement,
-    known_state,
-    live_version,
-    refuse_tracing,
-    state_of,
-    take_lease,
-)
+from gpusync.live import LiveState, known_state, live_version, state_of, take_lease
 from gpusync.marker import read_marker
 from gpusync.parts import PreparedPart
+from gpusync.places import LoadWeights, Places
 from gpusync.timing import StageClock, one_at_a_time
 from gpusync.types import ProgressCallback, UpdateReport
 from gpusync.update import Update, WriteBackMode
@@ -43,7 +35,7 @@ def prepare(
     chain: Chain,
     *,
     device: str = "auto",
-    load_weights: Any = None,
+    load_weights: LoadWeights | None = None,
     group: Any = None,
     scratch_bytes: int | None = None,
     write_back: WriteBackMode = "sync",
@@ -75,8 +67,10 @@ def prepare(
     untrusted_source
         Whoever can write to the source may be hostile. nvCOMP is undefined on corrupt entropy-coded data: blobs whose
         digest the publisher's manifest does not give are then decoded on the host. On the CPU it changes nothing.
-    load_weights, group, relayout
-        For engines and ranks; not part of this release.
+    load_weights
+        See :func:`gpusync.attach`; used where this update attaches the model.
+    group, relayout
+        For ranks, and for engines that relay parameters; not part of this release.
     progress
         Called with :class:`gpusync.Progress`; an exception from it stops prepare, and nothing was changed.
 
@@ -87,7 +81,7 @@ def prepare(
     """
     clock = StageClock()
     check_device(device)
-    _refuse_unsupported(load_weights, group, relayout)
+    _refuse_unsupported(group, relayout)
     if write_back not in ("sync", "background", "none"):
         raise DeviceError("write_back is not sync, background or none", got=write_back)
     mode: WriteBackMode = write_back if chain.checkpoint is not None else "none"
@@ -104,7 +98,7 @@ def prepare(
     lease = take_lease(model)
     try:
         with clock.stage("attach"):
-            state = state_of(model) or attach_first(model, chain)
+            state = state_of(model) or attach_first(model, chain, load_weights)
         plan = _plan(model, state, chain)
         stands_at = _disk_version(chain)
         disk = None
@@ -127,7 +121,7 @@ def apply_to_model(
     chain: Chain,
     *,
     device: str = "auto",
-    load_weights: Any = None,
+    load_weights: LoadWeights | None = None,
     group: Any = None,
     scratch_bytes: int | None = None,
     write_back: WriteBackMode = "sync",
@@ -168,8 +162,7 @@ def warmup(device: str = "auto") -> None:
     warm_up_device(device)
 
 
-def _refuse_unsupported(load_weights: Any, group: Any, relayout: bool) -> None:
-    refuse_tracing(load_weights)
+def _refuse_unsupported(group: Any, relayout: bool) -> None:
     if group is not None:
         raise PlacementError("updates voted on by a group of ranks are not part of this release")
     if relayout:
@@ -188,7 +181,8 @@ def _plan(model: torch.nn.Module, state: LiveState, chain: Chain) -> LivePlan | 
     names = {name for delta in route.deltas for name in delta.digests}
     if route.start != "applied":
         names |= start_layout(chain, route, None).file_of.keys()
-    return plan_live(chain, route, current_placement(model, state, chain, names), state.identity)
+    placement = current_placement(model, state, chain, names)
+    return plan_live(chain, route, placement, state.places or Places(), state.identity)
 
 
 def _prepare_both(

@@ -14,6 +14,7 @@ from gpusync.marker import Marker
 from gpusync.materialize import TensorPlan, plan_tensor
 from gpusync.parts import LiveWork
 from gpusync.placement import Placement, refused
+from gpusync.places import Places
 from gpusync.route import Route, check_targets
 from gpusync.types import Digest
 
@@ -45,8 +46,10 @@ class LivePlan:
         return found
 
 
-def plan_live(chain: Chain, route: Route, placement: Placement, identity: Marker) -> LivePlan:
-    """Plan the update of a placed model along a route.
+def plan_live(
+    chain: Chain, route: Route, placement: Placement, places: Places, identity: Marker
+) -> LivePlan:
+    """Plan the update of a placed model along a route; tensors that the model dropped are left out.
 
     Raises
     ------
@@ -56,11 +59,12 @@ def plan_live(chain: Chain, route: Route, placement: Placement, identity: Marker
         A delta names a tensor that its checkpoint does not hold.
     """
     if route.start == "applied":
-        names = {name for delta in route.deltas for name in delta.digests}
+        names = {name for delta in route.deltas for name in delta.digests} - places.dropped.keys()
+        _refuse(places, names)
         tensors = [_plan_patch(name, route, placement, chain) for name in sorted(names)]
         planned = [tensor for tensor in tensors if tensor is not None]
     else:
-        planned = _plan_replacement(chain, route, placement)
+        planned = _plan_replacement(chain, route, placement, places)
     planned.sort(key=lambda tensor: tensor.nbytes, reverse=True)
     return LivePlan(route, placement, tuple(planned), identity_after(route, identity, chain))
 
@@ -99,17 +103,28 @@ def _check_alias(name: str, route: Route, placement: Placement) -> None:
             raise refused({name: "the model was attached to a checkpoint without this tensor"})
 
 
-def _plan_replacement(chain: Chain, route: Route, placement: Placement) -> list[TensorPlan]:
+def _refuse(places: Places, names: Collection[str]) -> None:
+    """Refuse an update of tensors that cannot be updated in place."""
+    reasons = {name: reason for name, reason in places.refused.items() if name in names}
+    if reasons:
+        raise refused(reasons)
+
+
+def _plan_replacement(
+    chain: Chain, route: Route, placement: Placement, places: Places
+) -> list[TensorPlan]:
     """Plan every tensor from a full version or the base."""
     layout = start_layout(chain, route, None)
     check_targets(route, layout)
-    missing = placement.regions.keys() - layout.file_of.keys()
-    extra = layout.file_of.keys() - placement.regions.keys()
+    _refuse(places, layout.file_of)
+    wanted = layout.file_of.keys() - places.dropped.keys()
+    missing = placement.regions.keys() - wanted
+    extra = wanted - placement.regions.keys()
     reasons = {
         **{name: f"not in version {route.start_version}" for name in missing},
         **{name: f"new in version {route.start_version}" for name in extra},
     }
-    for name in layout.file_of.keys() & placement.regions.keys():
+    for name in wanted & placement.regions.keys():
         nbytes = placement.regions[name].nbytes
         if layout.entry(name).nbytes != nbytes:
             reasons[name] = f"{layout.entry(name).nbytes} bytes published, {nbytes} live"
@@ -119,6 +134,7 @@ def _plan_replacement(chain: Chain, route: Route, placement: Placement) -> list[
     return [
         plan_tensor(name, layout, route, files, known={}, from_local=False)
         for name in layout.file_of
+        if name in wanted
     ]
 
 

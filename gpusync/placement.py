@@ -115,7 +115,7 @@ def place_by_name(model: torch.nn.Module, wanted: Mapping[str, TensorEntry | Non
     for name in wanted.keys() - reasons.keys():
         address = live[name].data_ptr()
         regions[name] = Region(byte_view(live[name]), tuple(names_at[address]))
-    reasons.update(_partial_overlaps(regions))
+    reasons.update(partial_overlaps(regions))
     if reasons:
         raise refused(reasons)
     fed = {live_name for region in regions.values() for live_name in region.live_names}
@@ -157,12 +157,9 @@ def _why_not(tensor: torch.Tensor | None, entry: TensorEntry | None) -> str | No
     """Return why a live tensor is not a plain byte image of its entry, None where it is."""
     if tensor is None:
         return "no parameter or buffer of that name"
-    if torch.nn.parameter.is_lazy(tensor):
-        return "not initialized yet"
-    if tensor.device.type not in ("cpu", "cuda"):
-        return f"on {tensor.device}, whose memory gpusync cannot reach"
-    if not _is_plain(tensor):
-        return f"a {type(tensor).__name__} of layout {tensor.layout} has no bytes of its own"
+    reason = reachable(tensor)
+    if reason is not None:
+        return reason
     if not tensor.is_contiguous():
         return "not contiguous in memory"
     if tensor.is_conj() or tensor.is_neg():
@@ -182,6 +179,17 @@ def _why_not(tensor: torch.Tensor | None, entry: TensorEntry | None) -> str | No
     return None
 
 
+def reachable(tensor: torch.Tensor) -> str | None:
+    """Return why a live tensor's bytes cannot be reached, None where they can."""
+    if torch.nn.parameter.is_lazy(tensor):
+        return "not initialized yet"
+    if tensor.device.type not in ("cpu", "cuda"):
+        return f"on {tensor.device}, whose memory gpusync cannot reach"
+    if not _is_plain(tensor):
+        return f"a {type(tensor).__name__} of layout {tensor.layout} has no bytes of its own"
+    return None
+
+
 def _is_plain(tensor: torch.Tensor) -> bool:
     """True for a tensor whose values are the bytes of one storage.
 
@@ -193,7 +201,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return tensor.layout == torch.strided and not tensor.is_quantized and not dispatches
 
 
-def _partial_overlaps(regions: Mapping[str, Region]) -> dict[str, str]:
+def partial_overlaps(regions: Mapping[str, Region]) -> dict[str, str]:
     """Regions may be the same storage (tied), never part of one another."""
     reasons: dict[str, str] = {}
     spans = sorted(

@@ -24,7 +24,8 @@ from gpusync.lists import LivePlan
 from gpusync.live import Lease, LiveState
 from gpusync.marker import read_marker
 from gpusync.parts import LiveChanges, commit_parts
-from gpusync.placement import Anchors, moved, place_by_name
+from gpusync.placement import Anchors, moved
+from gpusync.places import Places
 from gpusync.timing import StageClock
 from gpusync.types import UpdateReport
 from gpusync.writeback import WriteBack, submit
@@ -197,8 +198,8 @@ class Update:
             raise PlacementError("the model is gone")
         if self._anchors.hold(model):
             return
-        now = place_by_name(model, dict.fromkeys(plan.placement.regions))
-        gone = moved(plan.placement.spans(), plan.placement.regions, now)
+        places = self._state.places or Places(dict.fromkeys(plan.placement.regions))
+        gone = moved(plan.placement.spans(), plan.placement.regions, places.place(model))
         if gone:
             raise PlacementError(
                 "a parameter moved since prepare; nothing was stored, prepare again", tensor=gone[0]

@@ -1,0 +1,266 @@
+"""Attaching: a checkpoint's tensors placed in a live model, and the proof by bytes that the model holds them."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from gpusync.chain import Chain
+from gpusync.config import Settings
+from gpusync.digest import fingerprint
+from gpusync.errors import FormatError, PlacementError, SourceNotReadyError
+from gpusync.files import OpenFiles
+from gpusync.fold import Bytes, Fold, run_parallel
+from gpusync.layout import Layout, absolute_path, read_layout
+from gpusync.live import LiveState, keep_state, state_of, take_lease
+from gpusync.marker import Marker, MarkerState, read_marker
+from gpusync.materialize import NOTHING_TO_FOLD, plan_tensor
+from gpusync.placement import (
+    Placement,
+    Region,
+    moved,
+    place_by_name,
+    refused,
+    wait_for_writes,
+)
+from gpusync.places import LoadWeights, Places, trace_places
+from gpusync.types import AttachReport
+
+_ATTACH_ATTEMPTS = 3
+
+
+def attach(
+    model: torch.nn.Module,
+    checkpoint_dir: str | os.PathLike[str],
+    *,
+    load_weights: LoadWeights | None = None,
+    version: int | None = None,
+    relayout: bool = False,
+) -> AttachReport:
+    """Place a checkpoint's tensors in a live model, and prove by bytes that the model holds that checkpoint.
+
+    Parameters
+    ----------
+    model
+        A module whose parameters and buffers are named as in the checkpoint, or one whose own loader is given.
+    checkpoint_dir
+        The checkpoint that the model was loaded from: the base, or a local checkpoint with its marker.
+    load_weights
+        The model's own loader, of (name, tensor) pairs: the placement is derived by running it once without any bytes, and
+        proven by bytes. What it casts, computes or cuts into slices is refused by name: an update of that tensor raises
+        PlacementError. None: by name.
+    version
+        The version that the checkpoint is; default its marker's, else 0.
+    relayout
+        Accept relaid parameters; there are none in a plain module.
+
+    Raises
+    ------
+    PlacementError
+        By name: a tensor has no place, or its live bytes are not the checkpoint's; with a reason per tensor. By the loader:
+        no tensor has a place.
+    SourceNotReadyError, FormatError
+        The folder is not a readable checkpoint.
+    """
+    if relayout:
+        raise PlacementError("relaid parameters are not part of this release")
+    start = time.monotonic()
+    folder = absolute_path(checkpoint_dir, SourceNotReadyError, "checkpoint_dir")
+    state_of(model)
+    lease = take_lease(model)
+    try:
+        state, placement = _attach(model, folder, version, load_weights)
+    finally:
+        lease.give_back()
+    places = state.places or Places()
+    return AttachReport(
+        version=state.identity.version,
+        placed={name: region.live_names for name, region in placement.regions.items()},
+        placed_bytes=placement.nbytes,
+        dropped=places.dropped,
+        refused=places.refused,
+        unmanaged=placement.unmanaged,
+        seconds=time.monotonic() - start,
+    )
+
+
+def attach_first(
+    model: torch.nn.Module, chain: Chain, load_weights: LoadWeights | None
+) -> LiveState:
+    """Attach a model at its first update: to the local checkpoint it was loaded from, else to the base.
+
+    The caller holds the lease. Without either the model is taken to hold version 0; then the digests of what changes are the only proof.
+
+    Raises
+    ------
+    PlacementError
+        The model holds neither.
+    """
+    failures = []
+    for folder in (chain.checkpoint, chain.base_dir):
+        if folder is None or (folder == chain.checkpoint and read_marker(folder).marker is None):
+            continue
+        try:
+            return _attach(model, folder, None, load_weights)[0]
+        except (PlacementError, SourceNotReadyError, FormatError) as err:
+            failures.append(err)
+    if failures:
+        raise failures[-1]
+    if load_weights is not None:
+        raise PlacementError(
+            "a placement by the model's loader takes a checkpoint or base that says which tensors there are"
+        )
+    state = LiveState(Marker(0))
+    keep_state(model, state)
+    return state
+
+
+def current_placement(
+    model: torch.nn.Module, state: LiveState, chain: Chain, names: set[str]
+) -> Placement:
+    """Return where the tensors are now, re-proving the model if its parameters moved.
+
+    Raises
+    ------
+    PlacementError
+        A tensor has no place any more, or moved and is not provably the same.
+    """
+    if state.places is None:
+        return place_by_name(model, dict.fromkeys(names))
+    now = state.places.place(model)
+    gone = moved(state.spans, state.spans, now)
+    if gone:
+        _prove_again(model, state, chain, gone)
+        now = state.places.place(model)
+    state.spans = now.spans()
+    return now
+
+
+def prove(
+    placement: Placement, layout: Layout, files: OpenFiles, settings: Settings
+) -> dict[str, str]:
+    """Compare every placed region with the checkpoint's bytes; return the tensors that differ, with where."""
+    fold = Fold(settings.piece_bytes, settings.workers)
+
+    def one(item: tuple[str, Region]) -> tuple[str, int | None]:
+        name, region = item
+        plan = plan_tensor(name, layout, NOTHING_TO_FOLD, files, known={}, from_local=False)
+        sink = _CompareSink(region)
+        with region.reading():
+            fold.run(plan.nbytes, plan.origin, (), sink, ())
+        return name, sink.first_difference
+
+    wait_for_writes(placement)
+    items = sorted(placement.regions.items(), key=lambda item: item[1].nbytes, reverse=True)
+    found = dict(run_parallel(one, items, settings.workers))
+    return {
+        name: f"live bytes differ from {layout.folder} at byte {offset} of the tensor"
+        for name, offset in found.items()
+        if offset is not None
+    }
+
+
+class _CompareSink:
+    """Notes the first byte at which a tensor differs from live memory."""
+
+    def __init__(self, region: Region) -> None:
+        self._region = region
+        self.first_difference: int | None = None
+
+    def write(self, piece: Bytes, offset: int) -> None:
+        if self.first_difference is not None:
+            return
+        live = self._region.read(offset, piece.size)
+        if not np.array_equal(piece, live):
+            self.first_difference = offset + int(np.flatnonzero(piece != live)[0])
+
+
+def _attach(
+    model: torch.nn.Module,
+    folder: Path,
+    version: int | None,
+    load_weights: LoadWeights | None,
+) -> tuple[LiveState, Placement]:
+    """Prove a model against a folder that stands still meanwhile.
+
+    Shards of one version under the marker of the next would give the model an identity that its bytes do not have.
+    """
+    for attempt in range(1, _ATTACH_ATTEMPTS + 1):
+        found = read_marker(folder)
+        try:
+            state, placement = _proven(model, folder, found, version, load_weights)
+        except (PlacementError, SourceNotReadyError, FormatError):
+            if attempt == _ATTACH_ATTEMPTS or read_marker(folder) == found:
+                raise
+            continue
+        if read_marker(folder) == found:
+            keep_state(model, state)
+            return state, placement
+    raise SourceNotReadyError(
+        "the checkpoint was swapped each time it was read; attach again", file=str(folder)
+    )
+
+
+def _proven(
+    model: torch.nn.Module,
+    folder: Path,
+    found: MarkerState,
+    version: int | None,
+    load_weights: LoadWeights | None,
+) -> tuple[LiveState, Placement]:
+    settings = Settings.from_env()
+    with OpenFiles(settings.max_open_files, settings.source_retries) as files:
+        layout = read_layout(folder, files, settings)
+        entries = layout.entries()
+        places = (
+            Places(entries) if load_weights is None else trace_places(model, entries, load_weights)
+        )
+        placement = places.place(model)
+        differ = prove(placement, layout, files, settings)
+    if differ and (load_weights is None or len(differ) == len(placement.regions)):
+        raise refused(differ)
+    if differ:
+        places = places.less(differ)
+        placement = places.place(model)
+    state = LiveState(_identity(found, layout, version), places.without_shapes(), placement.spans())
+    return state, placement
+
+
+def _identity(found: MarkerState, layout: Layout, version: int | None) -> Marker:
+    if (
+        found.state == "ours"
+        and found.marker is not None
+        and version in (None, found.marker.version)
+    ):
+        return found.marker
+    if version is None:
+        version = found.marker.version if found.marker is not None else 0
+    headers = {name: shard.header.raw for name, shard in layout.shards.items()}
+    base = fingerprint(layout.index_raw, headers) if version == 0 else None
+    return Marker(version, fingerprint=base)
+
+
+def _prove_again(model: torch.nn.Module, state: LiveState, chain: Chain, gone: list[str]) -> None:
+    """Re-derive and re-prove a model whose parameters moved, against a checkpoint of its own version."""
+    folder = chain.base_dir if state.identity.version == 0 else chain.checkpoint
+    found = read_marker(folder).marker if folder is not None else None
+    same = state.identity.version == 0 or (
+        found is not None and found.version == state.identity.version
+    )
+    if folder is None or not same:
+        raise refused(
+            {name: "its storage moved, and no checkpoint of its version proves it" for name in gone}
+        )
+    settings = chain.settings
+    layout = read_layout(folder, chain.source.files, settings)
+    places = state.places or Places()
+    entries = layout.entries()
+    again = replace(places, entries={name: entries.get(name) for name in places.entries})
+    differ = prove(again.place(model), layout, chain.source.files, settings)
+    if differ:
+        raise refused(differ)
