@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from gpusync.errors import FormatError, PlacementError, SourceNotReadyError
 from gpusync.files import OpenFiles
 from gpusync.fold import Bytes, Fold, run_parallel
 from gpusync.layout import Layout, absolute_path, read_layout
+from gpusync.lists import layout_at
 from gpusync.live import LiveState, keep_state, state_of, take_lease
 from gpusync.marker import Marker, MarkerState, read_marker
 from gpusync.materialize import NOTHING_TO_FOLD, plan_tensor
@@ -25,10 +27,12 @@ from gpusync.placement import (
     Region,
     moved,
     place_by_name,
+    reading,
     refused,
     wait_for_writes,
 )
 from gpusync.places import LoadWeights, Places, trace_places
+from gpusync.slices import Slice
 from gpusync.types import AttachReport
 
 _ATTACH_ATTEMPTS = 3
@@ -80,13 +84,20 @@ def attach(
     places = state.places or Places()
     return AttachReport(
         version=state.identity.version,
-        placed={name: region.live_names for name, region in placement.regions.items()},
+        placed=_placed(placement),
         placed_bytes=placement.nbytes,
         dropped=places.dropped,
         refused=places.refused,
         unmanaged=placement.unmanaged,
         seconds=time.monotonic() - start,
     )
+
+
+def _placed(placement: Placement) -> dict[str, tuple[str, ...]]:
+    placed = {name: region.live_names for name, region in placement.regions.items()}
+    for name, parts in placement.slices.items():
+        placed[name] = tuple(dict.fromkeys(live for part in parts for live in part.live_names))
+    return placed
 
 
 def attach_first(
@@ -147,17 +158,22 @@ def prove(
     """Compare every placed region with the checkpoint's bytes; return the tensors that differ, with where."""
     fold = Fold(settings.piece_bytes, settings.workers)
 
-    def one(item: tuple[str, Region]) -> tuple[str, int | None]:
-        name, region = item
+    def one(name: str) -> tuple[str, int | None]:
         plan = plan_tensor(name, layout, NOTHING_TO_FOLD, files, known={}, from_local=False)
-        sink = _CompareSink(region)
-        with region.reading():
+        region = placement.regions.get(name)
+        parts = placement.slices.get(name, ())
+        sink = _CompareSink(region) if region is not None else _CompareSlices(parts)
+        with reading(region.device if region is not None else parts[0].device):
             fold.run(plan.nbytes, plan.origin, (), sink, ())
         return name, sink.first_difference
 
     wait_for_writes(placement)
-    items = sorted(placement.regions.items(), key=lambda item: item[1].nbytes, reverse=True)
-    found = dict(run_parallel(one, items, settings.workers))
+    names = sorted(
+        placement.regions.keys() | placement.slices.keys(),
+        key=lambda name: layout.entry(name).nbytes,
+        reverse=True,
+    )
+    found = dict(run_parallel(one, names, settings.workers))
     return {
         name: f"live bytes differ from {layout.folder} at byte {offset} of the tensor"
         for name, offset in found.items()
@@ -178,6 +194,25 @@ class _CompareSink:
         live = self._region.read(offset, piece.size)
         if not np.array_equal(piece, live):
             self.first_difference = offset + int(np.flatnonzero(piece != live)[0])
+
+
+class _CompareSlices:
+    """Notes the first byte at which a tensor differs from a slice of it."""
+
+    def __init__(self, parts: Sequence[Slice]) -> None:
+        self._parts = parts
+        self.first_difference: int | None = None
+
+    def write(self, piece: Bytes, offset: int) -> None:
+        if self.first_difference is not None:
+            return
+        for part in self._parts:
+            range_ = part.part_of(offset, piece.size)
+            if range_[0] < range_[1] and not np.array_equal(
+                part.from_tensor(piece, offset, range_), part.from_live(range_)
+            ):
+                self.first_difference = offset
+                return
 
 
 def _attach(
@@ -222,7 +257,7 @@ def _proven(
         )
         placement = places.place(model)
         differ = prove(placement, layout, files, settings)
-    if differ and (load_weights is None or len(differ) == len(placement.regions)):
+    if differ and (load_weights is None or len(differ) == len(places.copies)):
         raise refused(differ)
     if differ:
         places = places.less(differ)
@@ -247,20 +282,14 @@ def _identity(found: MarkerState, layout: Layout, version: int | None) -> Marker
 
 def _prove_again(model: torch.nn.Module, state: LiveState, chain: Chain, gone: list[str]) -> None:
     """Re-derive and re-prove a model whose parameters moved, against a checkpoint of its own version."""
-    folder = chain.base_dir if state.identity.version == 0 else chain.checkpoint
-    found = read_marker(folder).marker if folder is not None else None
-    same = state.identity.version == 0 or (
-        found is not None and found.version == state.identity.version
-    )
-    if folder is None or not same:
+    layout = layout_at(chain, state.identity)
+    if layout is None:
         raise refused(
             {name: "its storage moved, and no checkpoint of its version proves it" for name in gone}
         )
-    settings = chain.settings
-    layout = read_layout(folder, chain.source.files, settings)
     places = state.places or Places()
     entries = layout.entries()
     again = replace(places, entries={name: entries.get(name) for name in places.entries})
-    differ = prove(again.place(model), layout, chain.source.files, settings)
+    differ = prove(again.place(model), layout, chain.source.files, chain.settings)
     if differ:
         raise refused(differ)

@@ -8,7 +8,7 @@ share one.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from gpusync.digest import new_hasher
 from gpusync.errors import KernelError, ModelPoisonedError, OutOfScratchError
 from gpusync.fold import Bytes
+from gpusync.slices import Slice
 from gpusync.types import Algorithm, Digest
 
 Words = NDArray[np.uint16]
@@ -241,17 +242,69 @@ class ChangeList:
         self._add(self._words, index, value, seen)
 
     def _add(self, live: Live, index: Index, value: Live, seen: Live) -> None:
-        parts = range(-(-index.size // _ENTRIES_PER_PART))
-        made = RegionChanges(
-            self._tensor,
-            live,
-            index,
-            value,
-            seen=tuple(_digest(seen[_span(part)]) for part in parts),
-            sample=seen[::_SAMPLE_STEP].copy(),
-            words=seen,  # it has done its part and is of the right size; its pages are there already
-        )
-        self._budget.take(made.nbytes)
+        self._made.append(finish_changes(self._tensor, live, index, value, seen, self._budget))
+
+
+def finish_changes(
+    tensor: str, live: Live, index: Index, value: Live, seen: Live, budget: ListBudget
+) -> RegionChanges:
+    """Return a finished list of words of ``live``, where ``seen`` are those words as they are now.
+
+    ``seen`` is kept, as room for the words that commit gathers.
+    """
+    parts = range(-(-index.size // _ENTRIES_PER_PART))
+    made = RegionChanges(
+        tensor,
+        live,
+        index,
+        value,
+        seen=tuple(_digest(seen[_span(part)]) for part in parts),
+        sample=seen[::_SAMPLE_STEP].copy(),
+        words=seen,  # it has done its part and is of the right size; its pages are there already
+    )
+    budget.take(made.nbytes)
+    return made
+
+
+class SliceSink:
+    """Lists what changes in slices of a tensor while its new bytes are folded.
+
+    A list makes of the live words what the new ones are, whatever they were; the digest of the whole tensor is whoever's
+    folds it.
+    """
+
+    def __init__(self, tensor: str, slices: Sequence[Slice], budget: ListBudget) -> None:
+        self._tensor = tensor
+        self._slices = slices
+        self._budget = budget
+        self._made: list[RegionChanges] = []
+
+    def write(self, piece: Bytes, offset: int) -> None:
+        """Take one piece; ``offset`` is even."""
+        if offset == 0 and self._made:
+            self._budget.give_back(sum(made.nbytes for made in self._made))
+            self._made = []
+        for part in self._slices:
+            begin, end = part.part_of(offset, piece.size)
+            if begin < end:
+                self._collect(part, part.from_tensor(piece, offset, (begin, end)), begin, end)
+
+    def finish(self) -> list[RegionChanges]:
+        """Return the finished lists."""
+        return self._made
+
+    def _collect(self, part: Slice, new: Bytes, begin: int, end: int) -> None:
+        kind: np.dtype[np.unsignedinteger] = np.dtype(np.uint16 if part.unit == 2 else np.uint8)
+        live: Live = part.from_live((begin, end)).view(kind)
+        diff: Live = np.bitwise_xor(live, new.view(kind))
+        chosen = diff.nonzero()[0]
+        if not chosen.size:
+            return
+        positions = part.live_positions(begin + chosen * kind.itemsize) // kind.itemsize
+        storage = part.data.numpy()
+        words = storage[: storage.size // kind.itemsize * kind.itemsize].view(kind)
+        index: Index = positions.astype(np.uint32 if words.size < 1 << 32 else np.uint64)
+        made = finish_changes(self._tensor, words, index, diff[chosen], live[chosen], self._budget)
         self._made.append(made)
 
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gpusync.changes import ChangeList, ListBudget, LiveSink, RegionChanges
+from gpusync.changes import ChangeList, ListBudget, LiveSink, RegionChanges, SliceSink
 from gpusync.errors import DeviceError, ModelPoisonedError, PlacementError
-from gpusync.fold import Fold, RegionOrigin, run_parallel
+from gpusync.fold import Fold, run_parallel
 from gpusync.materialize import TensorPlan, mismatch
 from gpusync.parts import LiveWork, PreparedPart
 from gpusync.timing import Meter, StageClock
@@ -38,15 +38,15 @@ def prepare_host(work: LiveWork, fold: Fold, budget: ListBudget, meter: Meter) -
     """
 
     def one(tensor: TensorPlan) -> tuple[str, Digest | None, list[RegionChanges]]:
+        if tensor.name in work.slices:
+            return tensor.name, None, _list_slices(tensor, work, fold, budget, meter)
         names = work.names_beside(tensor.name)
         live = work.regions[tensor.name].array
         algorithms: set[Algorithm] = {"xxh3-128"} if len(names) > 1 else set()
         if tensor.expected is not None:
             algorithms.add(tensor.expected.algorithm)
         changes = ChangeList(tensor.name, live, budget) if tensor.name == names[0] else None
-        alone = isinstance(tensor.origin, RegionOrigin) and all(
-            blob.is_xor for blob in tensor.blobs
-        )
+        alone = tensor.origin_is_live and all(blob.is_xor for blob in tensor.blobs)
         sink = LiveSink(live, algorithms, changes, holds_delta=alone)
         origin = None if alone else tensor.origin
         fold.run(tensor.nbytes, origin, tensor.blobs, sink, (), meter.add)
@@ -71,6 +71,18 @@ def prepare_host(work: LiveWork, fold: Fold, budget: ListBudget, meter: Meter) -
         {"cpu": "these parameters are on the CPU"},
         clock.times(),
     )
+
+
+def _list_slices(
+    tensor: TensorPlan, work: LiveWork, fold: Fold, budget: ListBudget, meter: Meter
+) -> list[RegionChanges]:
+    """Fold a whole tensor, of which the model holds slices, and list what changes in those."""
+    algorithms = (tensor.expected.algorithm,) if tensor.expected is not None else ()
+    sink = SliceSink(tensor.name, work.slices[tensor.name], budget)
+    digests = fold.run(tensor.nbytes, tensor.origin, tensor.blobs, sink, algorithms, meter.add)
+    if tensor.expected is not None and digests[tensor.expected.algorithm] != tensor.expected:
+        raise mismatch(tensor, digests[tensor.expected.algorithm])
+    return sink.finish()
 
 
 class HostChanges:

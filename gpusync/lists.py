@@ -10,7 +10,8 @@ import torch
 from gpusync.chain import Chain, identity_after, start_layout
 from gpusync.errors import PlacementError
 from gpusync.fold import BlobSource, RegionOrigin
-from gpusync.marker import Marker
+from gpusync.layout import Layout, read_layout
+from gpusync.marker import Marker, read_marker
 from gpusync.materialize import TensorPlan, plan_tensor
 from gpusync.parts import LiveWork
 from gpusync.placement import Placement, refused
@@ -35,14 +36,25 @@ class LivePlan:
 
     def work(self, tensors: Sequence[TensorPlan]) -> LiveWork:
         """Return the part of the plan that these tensors are."""
-        regions = {tensor.name: self.placement.regions[tensor.name] for tensor in tensors}
-        return LiveWork(tuple(tensors), regions, shared_regions(self.placement))
+        names = {tensor.name for tensor in tensors}
+        return LiveWork(
+            tuple(tensors),
+            {name: region for name, region in self.placement.regions.items() if name in names},
+            shared_regions(self.placement),
+            {name: parts for name, parts in self.placement.slices.items() if name in names},
+        )
 
     def by_device(self) -> dict[torch.device, list[TensorPlan]]:
         """Return the tensors, in their order, by the device that they live on."""
         found: dict[torch.device, list[TensorPlan]] = {}
         for tensor in self.tensors:
-            found.setdefault(self.placement.regions[tensor.name].device, []).append(tensor)
+            region = self.placement.regions.get(tensor.name)
+            where = (
+                region.device
+                if region is not None
+                else self.placement.slices[tensor.name][0].device
+            )
+            found.setdefault(where, []).append(tensor)
         return found
 
 
@@ -61,8 +73,10 @@ def plan_live(
     if route.start == "applied":
         names = {name for delta in route.deltas for name in delta.digests} - places.dropped.keys()
         _refuse(places, names)
-        tensors = [_plan_patch(name, route, placement, chain) for name in sorted(names)]
+        whole = names - placement.slices.keys()
+        tensors = [_plan_patch(name, route, placement, chain) for name in sorted(whole)]
         planned = [tensor for tensor in tensors if tensor is not None]
+        planned += _plan_slices(chain, route, placement, identity, names)
     else:
         planned = _plan_replacement(chain, route, placement, places)
     planned.sort(key=lambda tensor: tensor.nbytes, reverse=True)
@@ -88,6 +102,7 @@ def _plan_patch(name: str, route: Route, placement: Placement, chain: Chain) -> 
         RegionOrigin(region),
         blobs,
         blobs[-1].delta.digests[name],
+        origin_is_live=True,
     )
 
 
@@ -101,6 +116,41 @@ def _check_alias(name: str, route: Route, placement: Placement) -> None:
             owner is None or delta.digests.get(owner) != delta.digests[name]
         ):
             raise refused({name: "the model was attached to a checkpoint without this tensor"})
+
+
+def _plan_slices(
+    chain: Chain, route: Route, placement: Placement, identity: Marker, names: set[str]
+) -> list[TensorPlan]:
+    """Plan changed tensors of which the model holds parts: the whole comes from a checkpoint of the model's version.
+
+    A part alone cannot be held against the digest of the whole.
+    """
+    sliced = sorted(names & placement.slices.keys())
+    if not sliced:
+        return []
+    layout = layout_at(chain, identity)
+    if layout is None:
+        reason = (
+            f"the model holds parts of it, and no checkpoint of version {identity.version} has the rest: "
+            "give the chain its local checkpoint, or its base"
+        )
+        raise refused(dict.fromkeys(sliced, reason))
+    files = chain.source.files
+    return [plan_tensor(name, layout, route, files, known={}, from_local=False) for name in sliced]
+
+
+def layout_at(chain: Chain, identity: Marker) -> Layout | None:
+    """Return the layout of a folder that holds the bytes of an identity: the local checkpoint's, or the base's."""
+    folder = None
+    if chain.checkpoint is not None:
+        found = read_marker(chain.checkpoint).marker
+        if found is not None and found.version == identity.version:
+            folder = chain.checkpoint
+    if folder is None and identity.version == 0:
+        folder = chain.base_dir
+    if folder is None:
+        return None
+    return read_layout(folder, chain.source.files, chain.settings)
 
 
 def _refuse(places: Places, names: Collection[str]) -> None:
@@ -118,8 +168,9 @@ def _plan_replacement(
     check_targets(route, layout)
     _refuse(places, layout.file_of)
     wanted = layout.file_of.keys() - places.dropped.keys()
-    missing = placement.regions.keys() - wanted
-    extra = wanted - placement.regions.keys()
+    placed = placement.regions.keys() | placement.slices.keys()
+    missing = placed - wanted
+    extra = wanted - placed
     reasons = {
         **{name: f"not in version {route.start_version}" for name in missing},
         **{name: f"new in version {route.start_version}" for name in extra},

@@ -56,6 +56,8 @@ class TensorPlan:
         The origin is the local checkpoint, whose bytes may have rotted.
     managed
         False for a copy that the index does not name: it is carried along, and the table is not about it.
+    origin_is_live
+        The origin's bytes are those of the live model: what works on live memory need not read them.
     """
 
     name: str
@@ -67,6 +69,7 @@ class TensorPlan:
     expected: Digest | None = None
     from_local: bool = False
     managed: bool = True
+    origin_is_live: bool = False
 
 
 @dataclass(frozen=True)

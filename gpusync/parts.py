@@ -9,6 +9,7 @@ from typing import Protocol
 from gpusync.errors import ModelPoisonedError
 from gpusync.materialize import TensorPlan
 from gpusync.placement import Region
+from gpusync.slices import Slice
 from gpusync.types import Digest, StageTimes
 
 
@@ -80,8 +81,8 @@ class LiveWork:
     ----------
     tensors
         Largest first.
-    regions
-        Where each of them lives.
+    regions, slices
+        Where each of them lives: whole, or in parts.
     shared
         Address of each storage that several checkpoint tensors share to their names, sorted.
     """
@@ -89,6 +90,7 @@ class LiveWork:
     tensors: tuple[TensorPlan, ...]
     regions: Mapping[str, Region]
     shared: Mapping[int, tuple[str, ...]]
+    slices: Mapping[str, tuple[Slice, ...]] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -96,7 +98,8 @@ class LiveWork:
 
     def names_beside(self, name: str) -> tuple[str, ...]:
         """Return all names of a tensor's storage, sorted: the first one has the change list."""
-        return self.shared.get(self.regions[name].address, (name,))
+        region = self.regions.get(name)
+        return (name,) if region is None else self.shared.get(region.address, (name,))
 
 
 @dataclass(frozen=True)

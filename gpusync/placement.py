@@ -6,9 +6,10 @@ the host or of a CUDA device, whose storage holds the tensor's bytes. Names that
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import is_not
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from gpusync.errors import PlacementError
+from gpusync.slices import Slice
 from gpusync.tensors import DTYPE_NAMES
 from gpusync.types import TensorEntry
 
@@ -56,15 +58,6 @@ class Region:
         array: NDArray[np.uint8] = self.data.numpy()
         return array
 
-    @contextmanager
-    def reading(self) -> Iterator[None]:
-        """Have this thread's reads of device memory in a stream of their own, not behind the engine's work."""
-        if self.device.type != "cuda":
-            yield
-            return
-        with torch.cuda.stream(torch.cuda.Stream(self.device)):  # type: ignore[no-untyped-call]
-            yield
-
     def read(self, offset: int, nbytes: int) -> NDArray[np.uint8]:
         """Return some of the bytes: a view of host memory, a copy of device memory by the thread's current stream."""
         array: NDArray[np.uint8] = self.data[offset : offset + nbytes].cpu().numpy()
@@ -73,19 +66,39 @@ class Region:
 
 @dataclass(frozen=True)
 class Placement:
-    """Regions by checkpoint tensor. ``unmanaged`` are live names that no checkpoint tensor feeds."""
+    """Where checkpoint tensors live: whole in one region, or in slices. ``unmanaged`` are live names without either."""
 
     regions: Mapping[str, Region]
     unmanaged: tuple[str, ...]
+    slices: Mapping[str, tuple[Slice, ...]] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
         """Live bytes placed, shared storages once."""
-        return sum({region.address: region.nbytes for region in self.regions.values()}.values())
+        whole = {region.address: region.nbytes for region in self.regions.values()}
+        return sum(whole.values()) + sum(part.nbytes for part in self._parts())
 
     def spans(self) -> Spans:
-        """Return each tensor's address and size, to notice parameters that move or are resized."""
-        return {name: (region.address, region.nbytes) for name, region in self.regions.items()}
+        """Return address and size of each tensor's region or slices, to notice parameters that move or are resized."""
+        spans = {name: (region.address, region.nbytes) for name, region in self.regions.items()}
+        for name, parts in self.slices.items():
+            spans |= {
+                f"{name}[{number}]": (part.address, part.nbytes)
+                for number, part in enumerate(parts)
+            }
+        return spans
+
+    def live_names(self) -> set[str]:
+        """Return the parameters and buffers that hold placed bytes."""
+        whole = {name for region in self.regions.values() for name in region.live_names}
+        return whole | {name for part in self._parts() for name in part.live_names}
+
+    def devices(self) -> set[torch.device]:
+        whole = {region.device for region in self.regions.values()}
+        return whole | {part.device for part in self._parts()}
+
+    def _parts(self) -> Iterator[Slice]:
+        return itertools.chain.from_iterable(self.slices.values())
 
 
 def place_by_name(model: torch.nn.Module, wanted: Mapping[str, TensorEntry | None]) -> Placement:
@@ -122,9 +135,19 @@ def place_by_name(model: torch.nn.Module, wanted: Mapping[str, TensorEntry | Non
     return Placement(regions, tuple(sorted(live.keys() - fed)))
 
 
+@contextmanager
+def reading(device: torch.device) -> Iterator[None]:
+    """Have this thread's reads of a device's memory in a stream of their own, not behind the engine's work."""
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
+        yield
+
+
 def wait_for_writes(placement: Placement) -> None:
     """Wait for what this thread's current streams hold: a loader may have queued its last copies there."""
-    for device in {region.device for region in placement.regions.values()}:
+    for device in placement.devices():
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
 
@@ -243,7 +266,7 @@ class Anchors:
         if model is None or placement is None:
             return
         self._modules = _below(model)
-        placed = {name for region in placement.regions.values() for name in region.live_names}
+        placed = placement.live_names()
         for prefix, module in model.named_modules(remove_duplicate=False):
             for members in (module._parameters, module._buffers):
                 for leaf, tensor in members.items():

@@ -7,7 +7,7 @@ regions of the storages that the model has then.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -20,6 +20,7 @@ from gpusync.placement import (
     reachable,
     refused,
 )
+from gpusync.slices import MAX_SLICES, Slice, count_slices, slices_of
 from gpusync.trace import Copy, trace_load
 from gpusync.types import TensorEntry
 
@@ -37,15 +38,22 @@ class Places:
     entries
         Tensor to its entry in the checkpoint, or None where that is not known; those placed by name.
     copies
-        Tensor to its one copy, of all its bytes, into a live storage; those placed as the loader does.
+        Tensor to its copies into live storages; those placed as the loader does.
+    nbytes
+        Sizes of the tensors in ``copies``.
     dropped, refused
         Tensors that have no place here, and those that cannot be updated in place, each with the reason.
     """
 
     entries: Mapping[str, TensorEntry | None] = field(default_factory=dict)
-    copies: Mapping[str, Copy] = field(default_factory=dict)
+    copies: Mapping[str, tuple[Copy, ...]] = field(default_factory=dict)
+    nbytes: Mapping[str, int] = field(default_factory=dict)
     dropped: Mapping[str, str] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
+
+    def is_whole(self, name: str, part: Slice) -> bool:
+        """Return whether a slice is all of its tensor, contiguous."""
+        return part.runs == 1 and part.nbytes == self.nbytes[name]
 
     def place(self, model: torch.nn.Module) -> Placement:
         """Return the regions of the model's storages as they are now.
@@ -61,12 +69,12 @@ class Places:
 
     def without_shapes(self) -> Places:
         """Return these places for a model that was proven: only where its tensors are is looked at again."""
-        return Places(dict.fromkeys(self.entries), self.copies, self.dropped, self.refused)
+        return replace(self, entries=dict.fromkeys(self.entries))
 
     def less(self, reasons: Mapping[str, str]) -> Places:
         """Return these places with some of the copies refused."""
-        copies = {name: copy for name, copy in self.copies.items() if name not in reasons}
-        return Places(self.entries, copies, self.dropped, {**self.refused, **reasons})
+        copies = {name: found for name, found in self.copies.items() if name not in reasons}
+        return replace(self, copies=copies, refused={**self.refused, **reasons})
 
 
 def trace_places(
@@ -83,27 +91,16 @@ def trace_places(
     """
     trace = trace_load(model, entries, load_weights)
     reasons = dict(trace.refused)
-    copies: dict[str, Copy] = {}
+    copies: dict[str, tuple[Copy, ...]] = {}
     for name, found in trace.copies.items():
-        reason = _why_not_whole(found, entries[name].nbytes)
-        if reason is None:
-            copies[name] = found[0]
+        if sum(map(count_slices, found)) > MAX_SLICES:
+            reasons[name] = f"the loader copies it in more than {MAX_SLICES} strided parts"
         else:
-            reasons[name] = reason
+            copies[name] = found
     if not copies:
         raise refused(reasons or dict.fromkeys(entries, _NO_PLACE))
-    return Places({}, copies, dict.fromkeys(trace.dropped, _NO_PLACE), reasons)
-
-
-def _why_not_whole(copies: tuple[Copy, ...], nbytes: int) -> str | None:
-    if len(copies) > 1:
-        return f"the loader copies it to {len(copies)} places, and this release updates one"
-    copy = copies[0]
-    if len(copy.shape) > 1:
-        return "the loader copies it in strides, and this release updates contiguous regions"
-    if copy.nbytes != nbytes:
-        return f"the loader copies {copy.nbytes} of its {nbytes} bytes, and this release updates whole tensors"
-    return None
+    nbytes = {name: entries[name].nbytes for name in copies}
+    return Places({}, copies, nbytes, dict.fromkeys(trace.dropped, _NO_PLACE), reasons)
 
 
 def _place_copies(model: torch.nn.Module, places: Places) -> Placement:
@@ -113,29 +110,41 @@ def _place_copies(model: torch.nn.Module, places: Places) -> Placement:
         if reachable(tensor) is None:
             names_of.setdefault(tensor.untyped_storage().data_ptr(), []).append(name)
     regions: dict[str, Region] = {}
+    slices: dict[str, tuple[Slice, ...]] = {}
     reasons: dict[str, str] = {}
-    for name, copy in places.copies.items():
-        found = _bytes_at(live.get(copy.live_name), copy)
-        if isinstance(found, str):
-            reasons[name] = found
+    for name, copies in places.copies.items():
+        parts: list[Slice] = []
+        for copy in copies:
+            data = _storage_of(live.get(copy.live_name), copy)
+            if isinstance(data, str):
+                reasons[name] = data
+                break
+            live_names = tuple(names_of[data.data_ptr()])
+            parts += slices_of(copy, data, live_names)
+        if name in reasons:
+            continue
+        if len(parts) == 1 and places.is_whole(name, parts[0]):
+            part = parts[0]
+            region = part.data[part.live_begin : part.live_begin + part.nbytes]
+            regions[name] = Region(region, part.live_names)
         else:
-            regions[name] = Region(found, tuple(names_of[found.untyped_storage().data_ptr()]))
+            slices[name] = tuple(parts)
     reasons.update(partial_overlaps(regions))
     if reasons:
         raise refused(reasons)
-    fed = {live_name for region in regions.values() for live_name in region.live_names}
-    return Placement(regions, tuple(sorted(live.keys() - fed)))
+    placed = Placement(regions, (), slices)
+    return replace(placed, unmanaged=tuple(sorted(live.keys() - placed.live_names())))
 
 
-def _bytes_at(tensor: torch.Tensor | None, copy: Copy) -> torch.Tensor | str:
-    """Return the flat bytes that a copy goes to, or why they cannot be reached."""
+def _storage_of(tensor: torch.Tensor | None, copy: Copy) -> torch.Tensor | str:
+    """Return the flat bytes of the storage that a copy goes to, or why they cannot be reached."""
     if tensor is None:
         return "its parameter is gone"
     reason = reachable(tensor)
     if reason is not None:
         return reason
     storage = tensor.untyped_storage()
-    if storage.nbytes() < copy.live_offset + copy.nbytes:
+    reach = sum((size - 1) * step for size, step in zip(copy.shape, copy.live_strides, strict=True))
+    if copy.nbytes and storage.nbytes() < copy.live_offset + reach + 1:
         return "its storage was freed or offloaded"
-    data = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-    return data[copy.live_offset : copy.live_offset + copy.nbytes]
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)

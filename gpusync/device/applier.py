@@ -20,7 +20,7 @@ from gpusync.device.blobs import BlobMap
 from gpusync.device.capacities import capacities_for
 from gpusync.device.chunks import Capacities
 from gpusync.device.cuts import why_not_device
-from gpusync.device.dry import DEVICE_ALGORITHM, explain, needs_dry_pass, prove_on_host
+from gpusync.device.dry import DEVICE_ALGORITHM, Proof, explain, needs_dry_pass, prove_on_host
 from gpusync.device.layers import (
     DeviceTensor,
     FoldedLayer,
@@ -39,9 +39,10 @@ from gpusync.device.segments import DeviceChanges, ListMemory, Segment
 from gpusync.device.selftest import nvcomp_is_trusted
 from gpusync.device.staging import Feeder, NeedsHost, PinnedRing
 from gpusync.errors import DeviceError, KernelError, ModelPoisonedError
-from gpusync.fold import BlobSource, Fold, RegionOrigin, run_parallel, shut_down
+from gpusync.fold import BlobSource, Fold, run_parallel, shut_down
 from gpusync.materialize import TensorPlan
 from gpusync.parts import LiveWork, PreparedPart
+from gpusync.slices import Slice
 from gpusync.timing import Meter, StageClock
 from gpusync.types import Digest
 
@@ -123,6 +124,27 @@ def prepare_on_device(
         futures.clear()  # a future holds an error that holds this frame: scratch would wait for a collection
 
 
+@dataclass(frozen=True)
+class _Destination:
+    """A tensor, whole or one slice of it, and where it lives. ``part`` is the slice's number."""
+
+    tensor: TensorPlan
+    part: int | None
+    region: RegionMap
+
+    @property
+    def needs_proof(self) -> bool:
+        """Whether the published digest is none that the device can take of this destination."""
+        return self.part is not None or needs_dry_pass(self.tensor)
+
+    def expected(self, proven: Mapping[str, Proof]) -> Digest | None:
+        """Return what the device's digest must be."""
+        proof = proven.get(self.tensor.name)
+        if proof is None:
+            return self.tensor.expected
+        return proof.whole if self.part is None else proof.slices[self.part]
+
+
 class _Preparation:
     def __init__(
         self,
@@ -157,27 +179,40 @@ class _Preparation:
 
     def _prepare(self) -> PreparedPart:
         empty = [tensor for tensor in self._work.tensors if not tensor.nbytes]
-        planned = [tensor for tensor in self._work.tensors if tensor.nbytes]
+        planned = self._destinations()
         with self._clock.stage("dry_pass"):
+            doubtful = {to.tensor.name: to.tensor for to in planned if to.needs_proof}
             proven = prove_on_host(
-                [*empty, *(tensor for tensor in planned if needs_dry_pass(tensor))],
-                self._runtime,
-                self._fold,
+                [*empty, *doubtful.values()], self._runtime, self._fold, self._work.slices
             )
         tensors: list[DeviceTensor] = []
         segments: list[Segment] = []
-        digests = {tensor.name: proven[tensor.name] for tensor in empty}
+        digests = {tensor.name: proven[tensor.name].whole for tensor in empty}
         if planned:
             tensors, verdict, segments = self._run_until_settled(planned)
             self._judge(planned, verdict, proven)
             digests |= {
-                tensor.name: Digest(DEVICE_ALGORITHM, f"{value:032x}")
-                for tensor, value in zip(planned, verdict.digests, strict=True)
+                to.tensor.name: Digest(DEVICE_ALGORITHM, f"{value:032x}")
+                for to, value in zip(planned, verdict.digests, strict=True)
+                if to.part is None
             }
         return self._part(tensors, len(empty), segments, digests)
 
+    def _destinations(self) -> list[_Destination]:
+        """Return every place that gets new bytes, in the order of the tensors."""
+        work, found = self._work, []
+        for tensor in work.tensors:
+            parts = work.slices.get(tensor.name)
+            if parts is None and tensor.nbytes:
+                address = work.regions[tensor.name].address
+                found.append(_Destination(tensor, None, RegionMap.whole(address, tensor.nbytes)))
+            for number, part in enumerate(parts or ()):
+                if part.nbytes:
+                    found.append(_Destination(tensor, number, _map_of(part)))
+        return found
+
     def _run_until_settled(
-        self, planned: Sequence[TensorPlan]
+        self, planned: Sequence[_Destination]
     ) -> tuple[list[DeviceTensor], Verdict, list[Segment]]:
         """Run the pipeline; again, where reading shows that a tensor is one for the host after all."""
         to_host: dict[str, str] = {}
@@ -185,7 +220,7 @@ class _Preparation:
             capacities = capacities_for(
                 self._caps.scratch_bytes,
                 self._nvcomp.decode_temp_nbytes,
-                sum(tensor.nbytes for tensor in planned),
+                sum(to.region.nbytes for to in planned),
                 len(planned),
             )
             tensors = self._device_tensors(planned, to_host, capacities)
@@ -225,19 +260,20 @@ class _Preparation:
         self._meter.add(nbytes)
 
     def _device_tensors(
-        self, planned: Sequence[TensorPlan], to_host: Mapping[str, str], capacities: Capacities
+        self, planned: Sequence[_Destination], to_host: Mapping[str, str], capacities: Capacities
     ) -> list[DeviceTensor]:
-        def one(item: tuple[int, TensorPlan]) -> DeviceTensor:
-            number, tensor = item
+        def one(item: tuple[int, _Destination]) -> DeviceTensor:
+            number, to = item
+            tensor = to.tensor
             reason = to_host.get(tensor.name) or self._distrust
-            on_device = None if reason else self._layers(tensor)
+            on_device = None if reason else self._layers(to)
             if isinstance(on_device, str):
                 reason = on_device
             found = DeviceTensor(
                 number,
                 tensor.name,
                 tensor.nbytes,
-                RegionMap.whole(self._work.regions[tensor.name].address, tensor.nbytes),
+                to.region,
                 on_device if isinstance(on_device, tuple) else (_folded(tensor),),
                 reason,
                 listed=self._work.names_beside(tensor.name)[0] == tensor.name,
@@ -250,10 +286,11 @@ class _Preparation:
         found = run_parallel(one, list(enumerate(planned)), self._fold.workers)
         return sorted(found, key=lambda tensor: tensor.number)
 
-    def _layers(self, tensor: TensorPlan) -> tuple[LayerPlan, ...] | str:
-        """Return a tensor's layers for the device, or why the host must fold it."""
+    def _layers(self, to: _Destination) -> tuple[LayerPlan, ...] | str:
+        """Return the layers over a destination's live bytes, or why the host must fold the tensor."""
+        tensor = to.tensor
         layers: list[LayerPlan] = []
-        if not isinstance(tensor.origin, RegionOrigin):
+        if not tensor.origin_is_live:
             layers.append(RawLayer(tensor.origin))
         for blob in tensor.blobs:
             found = read_blob_map(blob, tensor.nbytes, untrusted=self._untrusted_source)
@@ -263,22 +300,22 @@ class _Preparation:
         return tuple(layers)
 
     def _judge(
-        self, planned: Sequence[TensorPlan], verdict: Verdict, proven: Mapping[str, Digest]
+        self, planned: Sequence[_Destination], verdict: Verdict, proven: Mapping[str, Proof]
     ) -> None:
         """Raise for whatever the device found wrong; where the bytes are at fault, as the CPU path does."""
         if verdict.damaged:
             raise ModelPoisonedError(
                 "the decoder wrote outside of the memory it was given: replace the process"
             )
-        for tensor, bad in zip(planned, verdict.bad.tolist(), strict=True):
+        for to, bad in zip(planned, verdict.bad.tolist(), strict=True):
             if bad:
-                raise explain(tensor, self._runtime, self._fold, "could not decode a blob")
+                raise explain(to.tensor, self._runtime, self._fold, "could not decode a blob")
         if verdict.stopped:
             raise KernelError("the device stopped without saying at which tensor")
-        for tensor, value in zip(planned, verdict.digests, strict=True):
-            expected = proven.get(tensor.name) or tensor.expected
+        for to, value in zip(planned, verdict.digests, strict=True):
+            expected = to.expected(proven)
             if expected is not None and expected.hex != f"{value:032x}":
-                raise explain(tensor, self._runtime, self._fold, "digested other bytes")
+                raise explain(to.tensor, self._runtime, self._fold, "digested other bytes")
         if verdict.unlike:
             raise KernelError("a change list is not what the digest pass counted")
 
@@ -329,7 +366,18 @@ def _layer_of(blob: BlobSource, found: BlobMap) -> LayerPlan:
     return PayloadLayer(blob, found, encoding)
 
 
+def _map_of(part: Slice) -> RegionMap:
+    return RegionMap(
+        part.address,
+        part.nbytes,
+        part.run_nbytes,
+        part.live_stride,
+        part.tensor_begin,
+        part.tensor_stride,
+    )
+
+
 def _folded(tensor: TensorPlan) -> FoldedLayer:
     """Return the layer of a tensor that the host folds: its delta where only xor deltas come, else its new bytes."""
-    alone = isinstance(tensor.origin, RegionOrigin) and all(blob.is_xor for blob in tensor.blobs)
+    alone = tensor.origin_is_live and all(blob.is_xor for blob in tensor.blobs)
     return FoldedLayer(None if alone else tensor.origin, tensor.blobs)

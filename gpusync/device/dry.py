@@ -1,18 +1,23 @@
 """Host dry passes: what the device cannot settle is folded on the host over the live bytes, and written nowhere.
 
-Two uses. Digests that no kernel takes (blake3, adler32) are held against the publisher's here, and the xxh3-128 of the
-same bytes is what the device's own digest is then held against. And a tensor that the device found bad is folded again,
+Three uses. Digests that no kernel takes (blake3, adler32) are held against the publisher's here, and the xxh3-128 of the
+same bytes is what the device's own digest is then held against. Where the model holds slices of a tensor, the whole is
+folded over a checkpoint's bytes and held against the publisher's digest, and the device's digest of each slice against
+that of the same bytes here. And a tensor that the device found bad is folded again,
 so that the error is the one that the CPU path raises for those bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from gpusync.device.runtime import Runtime
+from gpusync.digest import Hasher, new_hasher
 from gpusync.errors import DecodeError
-from gpusync.fold import Fold, NullSink, run_parallel
+from gpusync.fold import Bytes, Fold, run_parallel
 from gpusync.materialize import TensorPlan, mismatch
+from gpusync.slices import Slice
 from gpusync.types import Algorithm, Digest
 
 DEVICE_ALGORITHM: Algorithm = "xxh3-128"
@@ -23,8 +28,21 @@ def needs_dry_pass(tensor: TensorPlan) -> bool:
     return tensor.expected is not None and tensor.expected.algorithm != DEVICE_ALGORITHM
 
 
-def prove_on_host(tensors: Sequence[TensorPlan], runtime: Runtime, fold: Fold) -> dict[str, Digest]:
-    """Fold tensors on the host and return xxh3-128 of their new bytes, once those were shown to be the published ones.
+@dataclass(frozen=True)
+class Proof:
+    """xxh3-128 of a tensor's new bytes, which are the published ones, and of each slice of it that the model holds."""
+
+    whole: Digest
+    slices: tuple[Digest, ...] = ()
+
+
+def prove_on_host(
+    tensors: Sequence[TensorPlan],
+    runtime: Runtime,
+    fold: Fold,
+    slices: Mapping[str, tuple[Slice, ...]],
+) -> dict[str, Proof]:
+    """Fold tensors on the host and return their proofs.
 
     The engine's queued writes to the live bytes must be done.
 
@@ -34,17 +52,37 @@ def prove_on_host(tensors: Sequence[TensorPlan], runtime: Runtime, fold: Fold) -
         As the CPU path raises them.
     """
 
-    def one(tensor: TensorPlan) -> tuple[str, Digest]:
+    def one(tensor: TensorPlan) -> tuple[str, Proof]:
         runtime.enter_thread()
         algorithms = {DEVICE_ALGORITHM}
         if tensor.expected is not None:
             algorithms.add(tensor.expected.algorithm)
-        digests = fold.run(tensor.nbytes, tensor.origin, tensor.blobs, NullSink(), algorithms)
+        sink = _SliceDigests(slices.get(tensor.name, ()))
+        digests = fold.run(tensor.nbytes, tensor.origin, tensor.blobs, sink, algorithms)
         if tensor.expected is not None and digests[tensor.expected.algorithm] != tensor.expected:
             raise mismatch(tensor, digests[tensor.expected.algorithm])
-        return tensor.name, digests[DEVICE_ALGORITHM]
+        return tensor.name, Proof(digests[DEVICE_ALGORITHM], sink.digests())
 
     return dict(run_parallel(one, tensors, fold.workers))
+
+
+class _SliceDigests:
+    """Digests slices of a tensor while its bytes are folded."""
+
+    def __init__(self, slices: Sequence[Slice]) -> None:
+        self._slices = slices
+        self._hashers: list[Hasher] = []
+
+    def write(self, piece: Bytes, offset: int) -> None:
+        if offset == 0:
+            self._hashers = [new_hasher(DEVICE_ALGORITHM) for _ in self._slices]
+        for part, hasher in zip(self._slices, self._hashers, strict=True):
+            range_ = part.part_of(offset, piece.size)
+            if range_[0] < range_[1]:
+                hasher.update(part.from_tensor(piece, offset, range_).data)
+
+    def digests(self) -> tuple[Digest, ...]:
+        return tuple(hasher.digest() for hasher in self._hashers)
 
 
 def explain(tensor: TensorPlan, runtime: Runtime, fold: Fold, what: str) -> DecodeError:
@@ -55,7 +93,7 @@ def explain(tensor: TensorPlan, runtime: Runtime, fold: Fold, what: str) -> Deco
     what
         What the device saw.
     """
-    prove_on_host([tensor], runtime, fold)
+    prove_on_host([tensor], runtime, fold, {})
     return DecodeError(
         f"the device {what}, and the host finds nothing wrong with the same blob; use device='cpu' or the disk path",
         tensor=tensor.name,
