@@ -1,0 +1,1 @@
+"""Mounts in inference engines. Only modules in here import an engine."""

@@ -1,0 +1,233 @@
+"""One live model in one worker process of an engine: an update from prepare to finish, over as many calls."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from threading import Thread
+from typing import Any, Literal, Protocol
+
+import torch
+
+from gpusync.apply import Update, attach, live_version, prepare
+from gpusync.chain import open_chain
+from gpusync.errors import DeviceError, GpuSyncError, PlacementError
+from gpusync.types import AttachReport, UpdateReport
+
+log = logging.getLogger(__name__)
+
+Phase = Literal["idle", "preparing", "prepared", "committed"]
+
+
+class Mount(Protocol):
+    """What a session asks of the engine around it."""
+
+    def model(self) -> torch.nn.Module:
+        """Return the live model."""
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> object:
+        """Load tensors as the engine does; raise at those that the engine keeps derived copies of."""
+
+    def why_not(self) -> str | None:
+        """Return why the live weights cannot be updated in place now, and what to change; None where they can."""
+
+    def group(self) -> Any:
+        """Return the group of ranks that hold this model together; None for one that stands alone."""
+
+
+class Session:
+    """Updates of one live model, one at a time.
+
+    An engine calls from its worker's loop; what is prepared in the background runs in a thread of the session's own.
+    """
+
+    def __init__(self, mount: Mount) -> None:
+        self._mount = mount
+        self._job: Future[Update] | None = None
+        self._is_committed = False
+        self._reload_reason: str | None = None
+
+    def attach(self, checkpoint_dir: str, version: int | None = None) -> AttachReport:
+        """Place and prove the model against the checkpoint that it was loaded from; see :func:`gpusync.attach`."""
+        self._expect_usable(attaching=True)
+        report = attach(
+            self._mount.model(),
+            checkpoint_dir,
+            load_weights=self._mount.load_weights,
+            version=version,
+        )
+        self._reload_reason = None
+        return report
+
+    def prepare(
+        self,
+        source_dir: str,
+        target_version: int,
+        checkpoint: str | None = None,
+        base_dir: str | None = None,
+        *,
+        background: bool = False,
+        pre_read_hook: str | None = None,
+        visibility_timeout_seconds: float = 0.0,
+        **options: Any,
+    ) -> None:
+        """Prepare an update.
+
+        Parameters
+        ----------
+        source_dir, target_version, checkpoint, base_dir, pre_read_hook, visibility_timeout_seconds
+            See :func:`gpusync.open_chain`.
+        background
+            Return at once: the engine goes on serving meanwhile. ``commit`` waits for the end and raises what went wrong.
+        options
+            Those of :func:`gpusync.prepare`.
+
+        Raises
+        ------
+        PlacementError
+            The weights cannot be updated in place now; or background, and the model was not attached yet.
+        GpuSyncError
+            The live model and the local checkpoint are byte-identical to before.
+        """
+        if self.phase != "idle":
+            raise PlacementError(
+                f"an update of this model is {self.phase}; finish or discard it first"
+            )
+        self._expect_usable()
+
+        def build() -> Update:
+            chain = open_chain(
+                source_dir,
+                target_version,
+                checkpoint=checkpoint,
+                base_dir=base_dir,
+                pre_read_hook=pre_read_hook,
+                visibility_timeout_seconds=visibility_timeout_seconds,
+            )
+            group = self._mount.group()
+            load_weights = self._mount.load_weights
+            return prepare(
+                self._mount.model(), chain, load_weights=load_weights, group=group, **options
+            )
+
+        if background and live_version(self._mount.model()) is None:
+            # A trace runs the engine's own loader, which must not happen beside a forward pass.
+            raise PlacementError("attach the model before an update is prepared in the background")
+        job = Future[Update]()
+        if background:
+            Thread(target=_run, args=(job, build), name="gpusync-prepare", daemon=True).start()
+        else:
+            _run(job, build)
+            job.result()
+        self._job = job
+
+    def commit(self) -> UpdateReport:
+        """Make the prepared weights live; in the engine's pause. See :meth:`gpusync.Update.commit`."""
+        if self._job is None or self._is_committed:
+            raise DeviceError(f"there is no prepared update to commit: the session is {self.phase}")
+        update = self._result(self._job)
+        self._expect_usable()
+        try:
+            update.commit()
+        except GpuSyncError:
+            # An update that is still prepared after this, because a graph is being captured, can be had again.
+            self.discard()
+            raise
+        self._is_committed = True
+        return update.report
+
+    def finish(self) -> UpdateReport:
+        """Let the local checkpoint follow a committed update; see :meth:`gpusync.Update.finish`."""
+        if self._job is None or not self._is_committed:
+            raise DeviceError(
+                f"there is no committed update to finish: the session is {self.phase}"
+            )
+        update = self._job.result()
+        self._job, self._is_committed = None, False
+        return update.finish()
+
+    def apply(self, *args: Any, **kwargs: Any) -> UpdateReport:
+        """Prepare, commit and finish an update, with the arguments of ``prepare``."""
+        self.prepare(*args, **kwargs)
+        self.commit()
+        return self.finish()
+
+    def discard(self) -> None:
+        """Forget an update that is not committed: nothing happened, on either side."""
+        job = self._job
+        if job is None or self._is_committed:
+            return
+        self._job = None
+        if job.exception() is None:  # waits for a background thread
+            with _quiet("an update was not discarded"):
+                job.result().discard()
+
+    def weights_replaced(self, reason: str) -> None:
+        """Take note that the engine takes away or replaces the weights: what was proven of them holds no longer."""
+        self.discard()
+        self._reload_reason = reason
+
+    @property
+    def phase(self) -> Phase:
+        """Where the session's update stands."""
+        if self._job is None:
+            return "idle"
+        if self._is_committed:
+            return "committed"
+        return "prepared" if self._job.done() else "preparing"
+
+    @property
+    def version(self) -> int | None:
+        """The version that is live; None before the model was attached, after a reload, or once it is poisoned."""
+        return None if self._reload_reason is not None else live_version(self._mount.model())
+
+    def _result(self, job: Future[Update]) -> Update:
+        try:
+            return job.result()
+        except BaseException:
+            self._job = None
+            raise
+
+    def _expect_usable(self, *, attaching: bool = False) -> None:
+        reason = self._mount.why_not()
+        if reason is None and not attaching and self._reload_reason is not None:
+            reason = (
+                f"{self._reload_reason} since the model was attached; attach it again, to the checkpoint "
+                "that it holds now"
+            )
+        if reason is not None:
+            raise PlacementError(reason)
+
+
+def to_plain(report: AttachReport | UpdateReport) -> dict[str, Any]:
+    """Return a report as what every RPC carries: dicts with text keys, lists, text, numbers."""
+    plain: dict[str, Any] = json.loads(json.dumps(report.to_dict()))
+    return plain
+
+
+@contextmanager
+def named_errors() -> Iterator[None]:
+    """Begin the text of gpusync's errors with their class: an engine's RPC carries only the text."""
+    try:
+        yield
+    except GpuSyncError as err:
+        err.message = f"{type(err).__name__}: {err.message}"
+        raise
+
+
+def _run(job: Future[Update], build: Callable[[], Update]) -> None:
+    try:
+        job.set_result(build())
+    except BaseException as err:
+        job.set_exception(err)
+
+
+@contextmanager
+def _quiet(what: str) -> Iterator[None]:
+    try:
+        yield
+    except GpuSyncError as err:
+        log.warning("%s reason=%s", what.replace(" ", "_"), err)
