@@ -20,6 +20,7 @@ from gpusync.live import LiveState, known_state, live_version, state_of, take_le
 from gpusync.marker import read_marker
 from gpusync.parts import PreparedPart
 from gpusync.places import LoadWeights, Places
+from gpusync.ranks import Ranks, join
 from gpusync.timing import StageClock, one_at_a_time
 from gpusync.types import ProgressCallback, UpdateReport
 from gpusync.update import Update, WriteBackMode
@@ -69,22 +70,24 @@ def prepare(
         digest the publisher's manifest does not give are then decoded on the host. On the CPU it changes nothing.
     load_weights
         See :func:`gpusync.attach`; used where this update attaches the model.
-    group, relayout
-        For ranks, and for engines that relay parameters; not part of this release.
+    group
+        A torch.distributed process group: its ranks update together, all or none. Each of them calls this once per update,
+        in the same order, with its own model, and waits here for the others, at most ``GPUSYNC_VOTE_TIMEOUT_SECONDS``.
+        Only the group's store is used: any backend will do, and no collective runs. Of the ranks of one host with one
+        local checkpoint, the lowest writes back.
+    relayout
+        For engines that relay parameters; not part of this release.
     progress
         Called with :class:`gpusync.Progress`; an exception from it stops prepare, and nothing was changed.
 
     Raises
     ------
     GpuSyncError
-        The live model and the local checkpoint are byte-identical to before.
+        The live model and the local checkpoint are byte-identical to before. With a group, the other ranks' commit raises it
+        too, and nothing is stored.
     """
-    clock = StageClock()
-    check_device(device)
-    _refuse_unsupported(group, relayout)
-    if write_back not in ("sync", "background", "none"):
-        raise DeviceError("write_back is not sync, background or none", got=write_back)
-    mode: WriteBackMode = write_back if chain.checkpoint is not None else "none"
+    _refuse_unsupported(relayout)
+    mode = _write_back_mode(write_back, chain)
     if progress is not None:
         progress = one_at_a_time(progress)
     runner = PathRunner(
@@ -94,25 +97,18 @@ def prepare(
         untrusted_source=untrusted_source,
         progress=progress,
     )
-    state_of(model)
-    lease = take_lease(model)
+    folder = chain.checkpoint if mode != "none" else None
+    ranks = join(group, folder, chain.settings.vote_timeout_seconds)
     try:
-        with clock.stage("attach"):
-            state = state_of(model) or attach_first(model, chain, load_weights)
-        plan = _plan(model, state, chain)
-        stands_at = _disk_version(chain)
+        check_device(device)
+        if not ranks.writes_back:
+            mode = "none"
         disk = None
-        if mode == "sync" and chain.checkpoint is not None:
-            disk = WriteBack(chain, chain.checkpoint, durable=durable, progress=progress)
-        parts = _prepare_both(plan, disk, chain, runner, clock)
-        report = _first_report(state, chain, plan, parts, mode, clock)
-        report = replace(report, disk_version=stands_at, notes=(*report.notes, *_earlier(chain)))
-        changes = [part.changes for part in parts]
-        return Update(model, state, chain, plan, changes, disk, report, clock, durable, lease)
+        if mode == "sync" and folder is not None:
+            disk = WriteBack(chain, folder, durable=durable, progress=progress)
+        return _prepare(model, chain, load_weights, runner, disk, mode, durable, ranks)
     except BaseException as err:
-        if isinstance(err, ModelPoisonedError) and (found := known_state(model)) is not None:
-            found.poisoned = True  # a lost device, or memory that was written past
-        lease.give_back()
+        ranks.refuse(err)
         raise
 
 
@@ -162,11 +158,49 @@ def warmup(device: str = "auto") -> None:
     warm_up_device(device)
 
 
-def _refuse_unsupported(group: Any, relayout: bool) -> None:
-    if group is not None:
-        raise PlacementError("updates voted on by a group of ranks are not part of this release")
+def _refuse_unsupported(relayout: bool) -> None:
     if relayout:
         raise PlacementError("relaid parameters are not part of this release")
+
+
+def _write_back_mode(asked: WriteBackMode, chain: Chain) -> WriteBackMode:
+    if asked not in ("sync", "background", "none"):
+        raise DeviceError("write_back is not sync, background or none", got=asked)
+    return asked if chain.checkpoint is not None else "none"
+
+
+def _prepare(
+    model: torch.nn.Module,
+    chain: Chain,
+    load_weights: LoadWeights | None,
+    runner: PathRunner,
+    disk: WriteBack | None,
+    mode: WriteBackMode,
+    durable: bool,
+    ranks: Ranks,
+) -> Update:
+    """Prepare this rank's part under the lease on its weights."""
+    clock = StageClock()
+    state_of(model)
+    lease = take_lease(model)
+    try:
+        with clock.stage("attach"):
+            state = state_of(model) or attach_first(model, chain, load_weights)
+        plan = _plan(model, state, chain)
+        stands_at = _disk_version(chain)
+        parts = _prepare_both(plan, disk, chain, runner, clock)
+        report = _first_report(state, chain, plan, parts, mode, clock)
+        notes = (*report.notes, *ranks.notes, *_earlier(chain))
+        report = replace(report, disk_version=stands_at, notes=notes)
+        changes = [part.changes for part in parts]
+        return Update(
+            model, state, chain, plan, changes, disk, report, clock, durable, lease, ranks
+        )
+    except BaseException as err:
+        if isinstance(err, ModelPoisonedError) and (found := known_state(model)) is not None:
+            found.poisoned = True  # a lost device, or memory that was written past
+        lease.give_back()
+        raise
 
 
 def _plan(model: torch.nn.Module, state: LiveState, chain: Chain) -> LivePlan | None:

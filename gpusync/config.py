@@ -41,6 +41,8 @@ class Settings:
         How often a read that failed with EIO, ESTALE or ETIMEDOUT is tried again on a fresh descriptor.
     hook_timeout_seconds
         How long a pre-read hook may take.
+    vote_timeout_seconds
+        How long a rank waits for the others of its group, in each stage of an update.
     swap
         "auto": stage a second copy where there is room, else roll shard by shard; "staged" or "rolling" force one.
     reserve_bytes
@@ -58,6 +60,7 @@ class Settings:
     ring_bytes: int = 32 * _MIB
     source_retries: int = 2
     hook_timeout_seconds: float = 600.0
+    vote_timeout_seconds: float = 600.0
     swap: str = "auto"
     reserve_bytes: int = 64 * _MIB
 

@@ -12,6 +12,7 @@ from typing import Literal
 
 import torch
 
+from gpusync.ballots import ballot_of
 from gpusync.chain import Chain
 from gpusync.errors import (
     CheckpointError,
@@ -26,6 +27,7 @@ from gpusync.marker import read_marker
 from gpusync.parts import LiveChanges, commit_parts
 from gpusync.placement import Anchors, moved
 from gpusync.places import Places
+from gpusync.ranks import Ranks
 from gpusync.timing import StageClock
 from gpusync.types import UpdateReport
 from gpusync.writeback import WriteBack, submit
@@ -39,7 +41,8 @@ class Update:
     """One prepared update of one model.
 
     Made by :func:`prepare`. It holds the lease on the model's weights until it is committed, discarded or collected:
-    whoever reloads, offloads or merges weights meanwhile discards it first.
+    whoever reloads, offloads or merges weights meanwhile discards it first. With a group, every rank commits it, or one of
+    them discards it for all; one that is only dropped keeps the others waiting until their timeout.
     """
 
     def __init__(
@@ -54,8 +57,10 @@ class Update:
         clock: StageClock,
         durable: bool,
         lease: Lease,
+        ranks: Ranks,
     ) -> None:
         self._lease = lease
+        self._ranks = ranks
         self._durable = durable
         self._model = weakref.ref(model)
         self._state = state
@@ -71,31 +76,37 @@ class Update:
         )
 
     def commit(self) -> None:
-        """Make the new weights live: check the live words, XOR the lists in.
+        """Make the new weights live: let the ranks vote, check the live words, XOR the lists in.
 
-        Belongs in the engine's pause: no forward pass may run. Returns when the stores are done.
+        Belongs in the engine's pause: no forward pass may run. Returns when the stores are done, on every rank.
 
         Raises
         ------
+        GpuSyncError
+            Another rank failed, and the error is of its error's class, with ``rank``. No rank's weights changed; the update
+            is discarded on all.
+        ChainError
+            The ranks have different targets, versions (VersionConflictError) or bases (BaseMismatchError); likewise.
         PlacementError
             The weights moved or changed since prepare; they are as they were before the call, and the update is
             discarded.
         DeviceError
-            A store failed and every store was taken back; the update is discarded. Or a graph is being captured: then the
-            update stays prepared, to be committed after the capture.
+            A store failed and every store was taken back, or a rank died or came too late for the vote; the update is
+            discarded. Or a graph is being captured: then the update stays prepared, to be committed after the capture.
         ModelPoisonedError
-            A store failed and could not be taken back.
+            A store failed and could not be taken back, or a rank was lost after the vote.
         """
         self._expect("prepared", "commit")
         start = time.monotonic()
         try:
             for part in self._changes:
                 part.await_engine()
-        except ModelPoisonedError:
+        except ModelPoisonedError as err:
+            self._ranks.refuse(err)
             self._poison()
             raise
-        if self._plan is not None:
-            self._store(self._plan)
+        self._vote()
+        self._store()
         self._lease.give_back()  # the lists go in finish: freeing them takes milliseconds of the pause
         self._phase = "committed"
         self._report = replace(self._report, pause_seconds=time.monotonic() - start)
@@ -118,6 +129,7 @@ class Update:
         self._expect("committed", "finish")
         start = time.monotonic()
         self._let_go()
+        self._ranks.leave()
         report = self._report
         try:
             if report.write_back == "sync" and self._write_back is not None:
@@ -147,6 +159,7 @@ class Update:
         if self._phase not in ("prepared", "discarded"):
             raise DeviceError(f"an update that is {self._phase} cannot be discarded")
         self._phase = "discarded"
+        self._ranks.refuse(DeviceError("the update was discarded"))
         self._release()
         if self._write_back is not None:
             self._write_back.discard()
@@ -163,23 +176,43 @@ class Update:
         if self._phase == "prepared":
             self.discard()
 
-    def _store(self, plan: LivePlan) -> None:
-        """Store the lists and take the new identity, or end the update as discarded or poisoned."""
+    def _vote(self) -> None:
+        """Return when every rank may store, or end the update as discarded on all of them."""
+        live = self._state.identity
+        plan = self._plan
         try:
-            self._check_still_there(plan)
-        except BaseException:
+            if plan is not None:
+                self._check_still_there(plan)
+            after, route = (plan.identity_after, plan.route) if plan is not None else (live, None)
+            self._ranks.vote(ballot_of(self._chain.target_version, live, after, route))
+        except BaseException as err:
+            self._ranks.refuse(err)
             self._abandon()
             raise
+
+    def _store(self) -> None:
+        """Store the lists and take the new identity, or end the update as discarded or poisoned, on all ranks."""
         try:
-            commit_parts(self._changes)
-            self._state.identity = plan.identity_after
+            failure: GpuSyncError | None = None
+            try:
+                commit_parts(self._changes)
+            except (PlacementError, DeviceError) as err:
+                failure = err
+            self._ranks.settle(failure, self._take_back)
+            if self._plan is not None:
+                self._state.identity = self._plan.identity_after
         except (PlacementError, DeviceError):
             self._abandon()
             raise
-        except BaseException:
+        except BaseException as err:
             # Not "taken back": an interrupt that arrives after the last store is no different from one before.
+            self._ranks.poison(err)
             self._poison()
             raise
+
+    def _take_back(self) -> None:
+        for part in self._changes:
+            part.take_back()
 
     def _poison(self) -> None:
         self._phase = "poisoned"
@@ -199,7 +232,8 @@ class Update:
         if self._anchors.hold(model):
             return
         places = self._state.places or Places(dict.fromkeys(plan.placement.regions))
-        gone = moved(plan.placement.spans(), plan.placement.regions, places.place(model))
+        before = plan.placement.spans()
+        gone = moved(before, before, places.place(model))
         if gone:
             raise PlacementError(
                 "a parameter moved since prepare; nothing was stored, prepare again", tensor=gone[0]

@@ -1,0 +1,277 @@
+"""Ranks: one update of many processes, which all commit it or all discard it.
+
+1. hello (prepare begins): who is on which host with which folder; per host and folder the lowest rank writes back.
+2. vote (commit begins, nothing stored): every rank is ready, all stand on the same history and end at the same bytes.
+   A rank that failed, discarded, died or is late makes it a no.
+3. outcome (after the stores): all have stored; only then is the version set.
+4. undone (where the outcome is no): those that stored have taken it back; all are as before.
+
+What ends 3 or 4 without an answer of every rank, or with a rank that cannot say what its weights are, poisons all.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import distributed
+from torch.distributed import distributed_c10d
+
+from gpusync.ballots import Ballot, judge_ballots, read_ballot
+from gpusync.errors import (
+    DeviceError,
+    GpuSyncError,
+    ModelPoisonedError,
+)
+from gpusync.marker import current_boot_id
+from gpusync.rounds import (
+    YES,
+    Message,
+    Process,
+    Round,
+    Store,
+    StoreLostError,
+    Verdict,
+    next_round,
+    no,
+)
+
+log = logging.getLogger(__name__)
+
+
+class Ranks(Protocol):
+    """The ranks of an update, as one of them sees them."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Whatever the ranks made different from what was asked, for the report."""
+
+    @property
+    def writes_back(self) -> bool:
+        """Whether this process lets the local checkpoint follow."""
+
+    def vote(self, ballot: Ballot) -> None:
+        """Return when every rank may store.
+
+        Raises
+        ------
+        GpuSyncError
+            No rank stores. A rank's own error has its class; DeviceError for a rank that died or is late.
+        """
+
+    def settle(self, failure: GpuSyncError | None, take_back: Callable[[], None]) -> None:
+        """Return when every rank has stored.
+
+        Parameters
+        ----------
+        failure
+            Why this rank has stored nothing; None where it has stored everything.
+        take_back
+            Undoes the store.
+
+        Raises
+        ------
+        GpuSyncError
+            ``failure``, or another rank's: no rank's weights changed.
+        ModelPoisonedError
+            Nobody knows what all ranks' weights are.
+        """
+
+    def refuse(self, error: BaseException) -> None:
+        """Take no further part, with nothing stored here. Never raises; once the update is over it does nothing."""
+
+    def poison(self, error: BaseException) -> None:
+        """Tell the ranks that nobody knows what this one's weights are. Never raises."""
+
+    def leave(self) -> None:
+        """Be done, after the pause. Never raises."""
+
+
+class Alone:
+    """The ranks of an update without a group."""
+
+    notes = ()
+    writes_back = True
+
+    def vote(self, ballot: Ballot) -> None:
+        pass
+
+    def settle(self, failure: GpuSyncError | None, take_back: Callable[[], None]) -> None:
+        if failure is not None:
+            raise failure
+
+    def refuse(self, error: BaseException) -> None:
+        pass
+
+    def poison(self, error: BaseException) -> None:
+        pass
+
+    def leave(self) -> None:
+        pass
+
+
+class Voters:
+    """The ranks of a group, after their hello; see :class:`Ranks`."""
+
+    def __init__(self, round: Round, writer: int) -> None:
+        self._round = round
+        self._writer = writer
+        self._over = False
+        self._left = False
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        if self.writes_back:
+            return ()
+        return (f"rank {self._writer} writes back this host's local checkpoint",)
+
+    @property
+    def writes_back(self) -> bool:
+        return self._writer == self._round.rank
+
+    def vote(self, ballot: Ballot) -> None:
+        def judge(messages: Sequence[Message]) -> Verdict:
+            return judge_ballots([read_ballot(message) for message in messages])
+
+        verdict = self._round.exchange("vote", asdict(ballot), judge, DeviceError)
+        if not verdict.go:
+            self._over = True
+            raise verdict.exception()
+
+    def settle(self, failure: GpuSyncError | None, take_back: Callable[[], None]) -> None:
+        try:
+            outcome = self._outcome(failure)
+            if outcome.go:
+                return
+            if outcome.poisons:
+                raise outcome.exception()
+            if failure is None:
+                take_back()
+            undone = self._round.exchange("undone", {}, _all_well, ModelPoisonedError)
+        except StoreLostError as err:
+            raise ModelPoisonedError(
+                f"{err.message} after the vote: what other ranks did is unknown, replace the process"
+            ) from err
+        if not undone.go:
+            raise undone.exception()
+        self._over = True
+        raise failure if failure is not None else outcome.exception()
+
+    def refuse(self, error: BaseException) -> None:
+        if not self._over:
+            self._over = True
+            kind = DeviceError if isinstance(error, ModelPoisonedError) else None
+            with _telling():
+                verdict = no(self._round.rank, error, kind)
+                if self._round.propose("vote", verdict).go:  # stopped just as the vote said yes
+                    self._round.propose("outcome", verdict)
+                    self._round.say("undone", {}, _all_well)
+        self.leave()
+
+    def poison(self, error: BaseException) -> None:
+        if not self._over:
+            self._over = True
+            with _telling():
+                verdict = no(self._round.rank, error, ModelPoisonedError)
+                self._round.propose("outcome", verdict)
+                self._round.propose("undone", verdict)
+        self.leave()
+
+    def leave(self) -> None:
+        self._over = True
+        if not self._left:
+            self._left = True
+            with _telling():
+                self._round.leave()
+
+    def _outcome(self, failure: GpuSyncError | None) -> Verdict:
+        if failure is None:
+            return self._round.exchange("outcome", {}, _all_well, ModelPoisonedError)
+        return self._round.propose("outcome", no(self._round.rank, failure))
+
+
+def join(group: Any, folder: Path | None, timeout_seconds: float) -> Ranks:
+    """Join the ranks of a group in their next update; every rank of it must. Without a group: no others.
+
+    Parameters
+    ----------
+    group
+        A torch.distributed process group, over any backend: only its store is used, no collective is run.
+    folder
+        The local checkpoint that is to follow, None for none.
+    timeout_seconds
+        How long to wait for the others, here and in every later stage.
+
+    Raises
+    ------
+    DeviceError
+        It is no group that this process is in, or a rank did not join in time.
+    """
+    if group is None:
+        return Alone()
+    store, rank, size = _membership(group)
+    round = next_round(store, rank, size, timeout_seconds)
+    try:
+        process = Process.of(os.getpid())
+        hello = {
+            "host": f"{socket.gethostname()} {current_boot_id()}",
+            "folder": os.path.realpath(folder) if folder is not None else None,
+            "process": asdict(process) if process is not None else None,
+        }
+        verdict = round.exchange("hello", hello, _judge_hellos, DeviceError)
+    except BaseException as err:
+        with _telling():
+            round.propose("hello", no(rank, err))
+            round.leave()
+        raise
+    if not verdict.go:
+        with _telling():
+            round.leave()
+        raise verdict.exception()
+    round.processes = [found and Process(**found) for found in verdict.result["processes"]]
+    return Voters(round, verdict.result["writers"][rank])
+
+
+def _membership(group: Any) -> tuple[Store, int, int]:
+    """Return a group's store, and this process's rank in it and its size."""
+    try:
+        rank, size = distributed.get_rank(group), distributed.get_world_size(group)
+        # torch has no public way to a group's store that all its releases since 2.4 know
+        store = distributed_c10d._get_process_group_store(group)
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as err:
+        raise DeviceError(
+            f"group is not an initialized torch.distributed process group with a store: {err!r}"
+        ) from err
+    if rank < 0:
+        raise DeviceError("this process is not a member of the group")
+    return store, rank, size
+
+
+def _judge_hellos(hellos: Sequence[Message]) -> Verdict:
+    """Give each rank the lowest one that has the same folder on the same host."""
+    places = [(hello["host"], hello["folder"]) for hello in hellos]
+    writers = [
+        places.index(place) if place[1] is not None else rank for rank, place in enumerate(places)
+    ]
+    result = {"writers": writers, "processes": [hello["process"] for hello in hellos]}
+    return Verdict(True, result=result)
+
+
+def _all_well(messages: Sequence[Message]) -> Verdict:
+    """Judge a stage in which a rank speaks only where it is well."""
+    return YES
+
+
+@contextmanager
+def _telling() -> Iterator[None]:
+    """What is told to the others while this rank is failing hides nothing: they find out by the timeout."""
+    try:
+        yield
+    except StoreLostError as err:
+        log.warning("ranks_not_told reason=%s", err)
