@@ -97,6 +97,7 @@ def prepare(
         untrusted_source=untrusted_source,
         progress=progress,
     )
+    state_of(model)  # a poisoned model's rank is to be replaced, and has no part in a vote
     folder = chain.checkpoint if mode != "none" else None
     ranks = join(group, folder, chain.settings.vote_timeout_seconds)
     try:
@@ -181,7 +182,6 @@ def _prepare(
 ) -> Update:
     """Prepare this rank's part under the lease on its weights."""
     clock = StageClock()
-    state_of(model)
     lease = take_lease(model)
     try:
         with clock.stage("attach"):

@@ -33,7 +33,6 @@ from gpusync.marker import current_boot_id
 from gpusync.rounds import (
     YES,
     Message,
-    Process,
     Round,
     Store,
     StoreLostError,
@@ -139,13 +138,14 @@ class Voters:
         def judge(messages: Sequence[Message]) -> Verdict:
             return judge_ballots([read_ballot(message) for message in messages])
 
-        verdict = self._round.exchange("vote", asdict(ballot), judge, DeviceError)
+        with _lost_store_is(DeviceError, "nothing was stored here"):
+            verdict = self._round.exchange("vote", asdict(ballot), judge, DeviceError)
         if not verdict.go:
             self._over = True
             raise verdict.exception()
 
     def settle(self, failure: GpuSyncError | None, take_back: Callable[[], None]) -> None:
-        try:
+        with _lost_store_is(ModelPoisonedError, "what the ranks stored is unknown"):
             outcome = self._outcome(failure)
             if outcome.go:
                 return
@@ -154,10 +154,6 @@ class Voters:
             if failure is None:
                 take_back()
             undone = self._round.exchange("undone", {}, _all_well, ModelPoisonedError)
-        except StoreLostError as err:
-            raise ModelPoisonedError(
-                f"{err.message} after the vote: what other ranks did is unknown, replace the process"
-            ) from err
         if not undone.go:
             raise undone.exception()
         self._over = True
@@ -170,7 +166,8 @@ class Voters:
             with _telling():
                 verdict = no(self._round.rank, error, kind)
                 if self._round.propose("vote", verdict).go:  # stopped just as the vote said yes
-                    self._round.propose("outcome", verdict)
+                    stopped = no(self._round.rank, error, DeviceError)
+                    self._round.propose("outcome", stopped)
                     self._round.say("undone", {}, _all_well)
         self.leave()
 
@@ -216,40 +213,43 @@ def join(group: Any, folder: Path | None, timeout_seconds: float) -> Ranks:
     if group is None:
         return Alone()
     store, rank, size = _membership(group)
-    round = next_round(store, rank, size, timeout_seconds)
-    try:
-        process = Process.of(os.getpid())
-        hello = {
-            "host": f"{socket.gethostname()} {current_boot_id()}",
-            "folder": os.path.realpath(folder) if folder is not None else None,
-            "process": asdict(process) if process is not None else None,
-        }
-        verdict = round.exchange("hello", hello, _judge_hellos, DeviceError)
-    except BaseException as err:
-        with _telling():
-            round.propose("hello", no(rank, err))
-            round.leave()
-        raise
+    with _lost_store_is(DeviceError, "nothing was stored"):
+        round = next_round(store, rank, size, timeout_seconds)
+        try:
+            verdict = _hello(round, folder)
+        except BaseException as err:
+            with _telling():
+                round.propose("hello", no(rank, err))
+            Voters(round, rank).refuse(err)  # the hello may have just gone well
+            raise
     if not verdict.go:
         with _telling():
             round.leave()
         raise verdict.exception()
-    round.processes = [found and Process(**found) for found in verdict.result["processes"]]
     return Voters(round, verdict.result["writers"][rank])
+
+
+def _hello(round: Round, folder: Path | None) -> Verdict:
+    round.show_process()
+    hello = {
+        "host": f"{socket.gethostname()} {current_boot_id()}",
+        "folder": os.path.realpath(folder) if folder is not None else None,
+    }
+    return round.exchange("hello", hello, _judge_hellos, DeviceError)
 
 
 def _membership(group: Any) -> tuple[Store, int, int]:
     """Return a group's store, and this process's rank in it and its size."""
     try:
         rank, size = distributed.get_rank(group), distributed.get_world_size(group)
+        if rank < 0:
+            raise DeviceError("this process is not a member of the group")
         # torch has no public way to a group's store that all its releases since 2.4 know
         store = distributed_c10d._get_process_group_store(group)
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as err:
         raise DeviceError(
             f"group is not an initialized torch.distributed process group with a store: {err!r}"
         ) from err
-    if rank < 0:
-        raise DeviceError("this process is not a member of the group")
     return store, rank, size
 
 
@@ -259,13 +259,20 @@ def _judge_hellos(hellos: Sequence[Message]) -> Verdict:
     writers = [
         places.index(place) if place[1] is not None else rank for rank, place in enumerate(places)
     ]
-    result = {"writers": writers, "processes": [hello["process"] for hello in hellos]}
-    return Verdict(True, result=result)
+    return Verdict(True, result={"writers": writers})
 
 
 def _all_well(messages: Sequence[Message]) -> Verdict:
     """Judge a stage in which a rank speaks only where it is well."""
     return YES
+
+
+@contextmanager
+def _lost_store_is(kind: type[GpuSyncError], so: str) -> Iterator[None]:
+    try:
+        yield
+    except StoreLostError as err:
+        raise kind(f"{err}; {so}") from err
 
 
 @contextmanager

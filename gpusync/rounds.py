@@ -7,6 +7,7 @@ forward passes meanwhile.
 
 Keys of the group's store, below "gpusync/"::
 
+    process/RANK      the rank's process, for those on its host that wait for it
     joins/RANK        how many rounds the rank has begun: the number of its newest
     N/STAGE/RANK      what the rank says in a stage of round N
     N/STAGE/count     how many have spoken; the last one judges
@@ -17,6 +18,7 @@ Keys of the group's store, below "gpusync/"::
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -61,7 +63,7 @@ class Store(Protocol):
     def delete_key(self, key: str, /) -> bool: ...
 
 
-class StoreLostError(DeviceError):
+class StoreLostError(Exception):
     """The group's store does not answer: its host is gone, or cannot be reached."""
 
 
@@ -158,7 +160,7 @@ class Round:
         self._at = f"gpusync/{number}"
         self._size = size
         self.rank = rank
-        self.processes: Sequence[Process | None] = ()
+        self._process = Process.of(os.getpid())
 
     def exchange(
         self,
@@ -178,6 +180,12 @@ class Round:
         """
         self.say(stage, message, judge)
         return self._wait(stage, late)
+
+    def show_process(self) -> None:
+        """Let the others know by which process they can tell that this rank is gone."""
+        if self._process is not None:
+            text = json.dumps(asdict(self._process))
+            self._board.ask(lambda store: store.set(f"gpusync/process/{self.rank}", text))
 
     def say(
         self, stage: Stage, message: Message, judge: Callable[[Sequence[Message]], Verdict]
@@ -247,11 +255,14 @@ class Round:
         return [rank for rank, said in enumerate(spoke) if not said]
 
     def _ended(self, ranks: Sequence[int]) -> list[int]:
-        if not self.processes:
-            return []
-        here = self.processes[self.rank]
-        found = [(rank, self.processes[rank]) for rank in ranks]
-        return [rank for rank, one in found if one is not None and one.has_ended(here)]
+        """Return those of the ranks whose processes are known to be gone."""
+
+        def known(store: Store) -> dict[int, bytes]:
+            keys = {rank: f"gpusync/process/{rank}" for rank in ranks}
+            return {rank: store.get(key) for rank, key in keys.items() if store.check([key])}
+
+        found = {rank: Process(**json.loads(raw)) for rank, raw in self._board.ask(known).items()}
+        return [rank for rank, process in found.items() if process.has_ended(self._process)]
 
     def _key(self, stage: Stage, name: int | str) -> str:
         return f"{self._at}/{stage}/{name}"
@@ -276,9 +287,12 @@ class _Board:
 
     def __init__(self, store: Store, timeout_seconds: float) -> None:
         self._store = store
+        self._lost = ""
         self.timeout_seconds = timeout_seconds
 
     def ask(self, question: Callable[[Store], T]) -> T:
+        if self._lost:  # asking again would wait as long again, while others wait for this rank
+            raise StoreLostError(self._lost)
         answers: SimpleQueue[tuple[T] | Exception] = SimpleQueue()
 
         def run() -> None:
@@ -291,11 +305,11 @@ class _Board:
         try:
             answer = answers.get(timeout=self.timeout_seconds)
         except Empty:
-            raise StoreLostError(
-                f"the group's store did not answer within {self.timeout_seconds:g} s"
-            ) from None
+            self._lost = f"the group's store did not answer within {self.timeout_seconds:g} s"
+            raise StoreLostError(self._lost) from None
         if isinstance(answer, Exception):
-            raise StoreLostError(f"the group's store is lost: {answer!r}") from answer
+            self._lost = f"the group's store is lost: {str(answer).partition(chr(10))[0]}"
+            raise StoreLostError(self._lost) from answer
         return answer[0]
 
 
