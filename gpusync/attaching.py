@@ -15,9 +15,10 @@ from gpusync.chain import Chain
 from gpusync.config import Settings
 from gpusync.digest import fingerprint
 from gpusync.errors import FormatError, PlacementError, SourceNotReadyError
+from gpusync.experts import match_slices
 from gpusync.files import OpenFiles
 from gpusync.fold import Bytes, Fold, run_parallel
-from gpusync.layout import Layout, absolute_path, read_layout
+from gpusync.layout import Layout, absolute_path, read_layout, unreadable
 from gpusync.lists import layout_at
 from gpusync.live import LiveState, keep_state, state_of, take_lease
 from gpusync.marker import Marker, MarkerState, read_marker
@@ -25,6 +26,7 @@ from gpusync.materialize import NOTHING_TO_FOLD, plan_tensor
 from gpusync.placement import (
     Placement,
     Region,
+    live_tensors,
     moved,
     place_by_name,
     reading,
@@ -251,19 +253,43 @@ def _proven(
     settings = Settings.from_env()
     with OpenFiles(settings.max_open_files, settings.source_retries) as files:
         layout = read_layout(folder, files, settings)
-        entries = layout.entries()
-        places = (
-            Places(entries) if load_weights is None else trace_places(model, entries, load_weights)
-        )
+        places = _places(model, layout, files, load_weights)
         placement = places.place(model)
         differ = prove(placement, layout, files, settings)
-    if differ and (load_weights is None or len(differ) == len(places.copies)):
+    if differ and len(differ) >= len(places.copies):
         raise refused(differ)
     if differ:
         places = places.less(differ)
         placement = places.place(model)
     state = LiveState(_identity(found, layout, version), places.without_shapes(), placement.spans())
     return state, placement
+
+
+def _places(
+    model: torch.nn.Module, layout: Layout, files: OpenFiles, load_weights: LoadWeights | None
+) -> Places:
+    """Return where the tensors should be: as the loader copies them; else by name; else in fused parameters as well."""
+    entries = layout.entries()
+    if load_weights is not None:
+        return trace_places(model, entries, load_weights)
+    missing = entries.keys() - live_tensors(model).keys()
+    if not missing:
+        return Places(entries)
+
+    def read(name: str, offset: int, nbytes: int) -> bytearray:
+        shard = layout.shards[layout.file_of[name]]
+        begin = shard.header.data_offset + layout.entry(name).begin + offset
+        buffer = bytearray(nbytes)
+        try:
+            files.read_into(shard.path, memoryview(buffer), begin, shard.stamp)
+        except OSError as err:
+            raise unreadable(err, shard.path) from err
+        return buffer
+
+    places = match_slices(model, entries, read)
+    if places.copies.keys().isdisjoint(missing):  # nothing is fused: names are simply wrong
+        raise refused(places.refused)
+    return places
 
 
 def _identity(found: MarkerState, layout: Layout, version: int | None) -> Marker:

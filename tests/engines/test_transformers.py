@@ -14,15 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import gpusync
-from gpusync.attaching import prove
-from gpusync.config import Settings
 from gpusync.errors import PlacementError
-from gpusync.experts import match_slices
-from gpusync.files import OpenFiles
-from gpusync.layout import read_layout
-from gpusync.live import LiveState, keep_state
-from gpusync.marker import Marker
-from gpusync.places import Places
 from tests.engines import models
 
 pytestmark = [
@@ -62,26 +54,6 @@ def bits(model: torch.nn.Module) -> dict[str, bytes]:
     }
 
 
-def attach(model: torch.nn.Module, folder: Path) -> Places:
-    """Match a model to its checkpoint, prove it by all bytes, and remember its places."""
-    settings = Settings()
-    with OpenFiles(settings.max_open_files, settings.source_retries) as files:
-        layout = read_layout(folder, files, settings)
-
-        def read(name: str, offset: int, nbytes: int) -> bytearray:
-            shard = layout.shards[layout.file_of[name]]
-            buffer = bytearray(nbytes)
-            begin = shard.header.data_offset + layout.entry(name).begin + offset
-            files.read_into(shard.path, memoryview(buffer), begin, shard.stamp)
-            return buffer
-
-        places = match_slices(model, layout.entries(), read)
-        placement = places.place(model)
-        assert not prove(placement, layout, files, settings)
-    keep_state(model, LiveState(Marker(0), places.without_shapes(), placement.spans()))
-    return places
-
-
 def publish(base: Path, source: Path, versions: int) -> list[models.Tensors]:
     """Publish deltas on a checkpoint; return the tensors of each version, the base's first."""
     publisher = gpusync.Publisher(source, base)
@@ -110,8 +82,8 @@ def test_updates_equal_a_fresh_load(kind: str, tmp_path: Path) -> None:
         kind not in _FUSED
     )
 
-    places = attach(model, base)
-    assert not places.refused and places.copies.keys() == names
+    report = gpusync.attach(model, base)
+    assert not report.refused and report.placed.keys() == names
     assert bits(model) == before
 
     states = publish(base, tmp_path / "source", 4)
@@ -137,7 +109,7 @@ def test_parameters_that_are_maps_of_the_checkpoint(kind: str, tmp_path: Path) -
     assert len(mapped) >= 10
     model.tie_weights()
     file = hashlib.sha256(path.read_bytes()).hexdigest()
-    assert not attach(model, base).refused
+    assert not gpusync.attach(model, base).refused
     states = publish(base, tmp_path / "source", 1)
     gpusync.apply_to_model(model, gpusync.open_chain(tmp_path / "source", 1, base_dir=base))
     fresh = load(checkpoint_of(base, states[1], tmp_path / "truth"))
@@ -151,20 +123,20 @@ def test_the_backbone_alone_drops_a_prefix(tmp_path: Path) -> None:
 
     base = models.make_checkpoint("mixtral", tmp_path / "base")
     model = AutoModel.from_pretrained(base, dtype=torch.bfloat16)
-    places = attach(model, base)
-    assert places.refused.keys() == {"lm_head.weight"}
-    (copy,) = places.copies["model.layers.1.block_sparse_moe.gate.weight"]
-    assert copy.live_name == "layers.1.mlp.gate.weight"
+    report = gpusync.attach(model, base)
+    assert report.refused.keys() == {"lm_head.weight"}
+    placed = report.placed["model.layers.1.block_sparse_moe.gate.weight"]
+    assert placed == ("layers.1.mlp.gate.weight",)
 
 
 def test_a_router_that_is_kept_in_float32_is_refused_alone(tmp_path: Path) -> None:
     base = models.make_checkpoint("deepseek_v2", tmp_path / "base")
     model = load(base)
-    places = attach(model, base)
-    assert places.refused.keys() == {"model.layers.1.mlp.gate.weight"}
-    assert "cast" in places.refused["model.layers.1.mlp.gate.weight"]
+    report = gpusync.attach(model, base)
+    assert report.refused.keys() == {"model.layers.1.mlp.gate.weight"}
+    assert "cast" in report.refused["model.layers.1.mlp.gate.weight"]
     publisher = gpusync.Publisher(tmp_path / "source", base)
-    new = models.trained(models.read(base), 1, only=places.copies)
+    new = models.trained(models.read(base), 1, only=report.placed)
     publisher.publish(new.items())
     gpusync.apply_to_model(model, gpusync.open_chain(tmp_path / "source", 1, base_dir=base))
     fresh = load(checkpoint_of(base, new, tmp_path / "truth"))
@@ -181,7 +153,7 @@ def test_what_a_load_casts_is_refused(tmp_path: Path) -> None:
     base = models.make_checkpoint("qwen3_moe", tmp_path / "base")
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     with pytest.raises(PlacementError) as caught:
-        attach(model, base)
+        gpusync.attach(model, base)
     assert caught.value.reasons.keys() == models.read(base).keys()
     assert all("cast" in reason for reason in caught.value.reasons.values())
 
@@ -194,7 +166,7 @@ def test_swapped_halves_of_one_layer_never_take_a_wrong_byte(tmp_path: Path) -> 
     half = stack.shape[1] // 2
     with torch.no_grad():
         stack.copy_(stack.roll(half, dims=1))
-    assert not attach(model, base).refused
+    assert not gpusync.attach(model, base).refused
     states = publish(base, tmp_path / "source", 1)
     gpusync.apply_to_model(model, gpusync.open_chain(tmp_path / "source", 1, base_dir=base))
     fresh = load(checkpoint_of(base, states[1], tmp_path / "truth"))
