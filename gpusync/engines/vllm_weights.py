@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import Any
 
 import torch
 
 from gpusync.errors import PlacementError
+
+_CACHE_SCALE = re.compile(r"[._](q|k|v|kv|prob|output)_scale$")
 
 
 def why_not(model: torch.nn.Module, vllm_config: Any) -> str | None:
@@ -25,8 +28,13 @@ def check_derived(model: torch.nn.Module, name: str) -> None:
     """Raise at a checkpoint tensor that vLLM keeps derived copies of.
 
     MLA absorbs ``kv_b_proj`` into other matrices after loading (``W_UK_T``, ``W_UV``), or drops it for packed ones: its parameter
-    may hold the checkpoint's bytes, and the attention reads the copies.
+    may hold the checkpoint's bytes, and the attention reads the copies. The scales of a quantised KV cache become numbers, and their
+    parameters go.
     """
+    if _CACHE_SCALE.search(name):
+        raise PlacementError(
+            "vLLM keeps scales of the KV cache outside its parameters; reload the model for updates that change it"
+        )
     if ".kv_b_proj." in f".{name}." and any(
         hasattr(module, "kv_b_proj") and hasattr(module, "process_weights_after_loading")
         for module in model.modules()

@@ -38,17 +38,19 @@ _REFUSED = {
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A world of one process, in which vLLM's layers can be built."""
-    import tests.engines.plain  # noqa: F401
     from vllm.config import set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
     from vllm.engine.arg_utils import EngineArgs
+
+    import tests.engines.plain  # noqa: F401
 
     torch.accelerator.empty_cache = lambda: None
     torch.accelerator.synchronize = lambda *device: None
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    folder = models.make_checkpoint("llama", tmp_path_factory.mktemp("first"))
+    # Of a mixture of experts: only then is there a group for experts.
+    folder = models.make_checkpoint("qwen3_moe", tmp_path_factory.mktemp("first"))
     config = EngineArgs(model=str(folder), skip_tokenizer_init=True).create_engine_config()
     with set_current_vllm_config(config):
         init_distributed_environment(
@@ -100,7 +102,8 @@ def test_an_update_equals_a_load(kind: str, tmp_path: Path, one_rank: None) -> N
     assert bits(model) == before
     print(json.dumps({"kind": kind, **report.to_dict()}))
     expected = _REFUSED.get(kind, lambda name: False)
-    assert {*report.refused} == {name for name in old if expected(name)}
+    later = {name for name, reason in report.refused.items() if "this release" in reason}
+    assert report.refused.keys() - later == {name for name in old if expected(name)}
     assert not report.dropped
 
     source = tmp_path / "source"
