@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -29,7 +30,9 @@ _PROMPTS = ([1, 2, 3, 4, 5], [900, 17, 4, 256], list(range(40, 70)))
 
 
 @contextmanager
-def serving(folder: Path, extension: str = "tests.engines.plain.PlainExtension") -> Iterator[Any]:
+def serving(
+    folder: Path, extension: str = "tests.engines.plain.PlainExtension", ranks: int = 1
+) -> Iterator[Any]:
     from vllm import LLM
 
     llm = LLM(
@@ -42,6 +45,7 @@ def serving(folder: Path, extension: str = "tests.engines.plain.PlainExtension")
         worker_extension_cls=extension,
         weight_transfer_config={"backend": "gpusync"} if "plain" in extension else None,
         disable_log_stats=True,
+        tensor_parallel_size=ranks,
     )
     try:
         yield llm
@@ -79,8 +83,11 @@ class Live:
         return {"checkpoint": str(self.local), "base_dir": str(self.base)}
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        (result,) = self.llm.collective_rpc(method, args=args, kwargs=kwargs)
-        return result
+        return self.call_all(method, *args, **kwargs)[0]
+
+    def call_all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        results: list[Any] = self.llm.collective_rpc(method, args=args, kwargs=kwargs)
+        return results
 
     def apply(self, version: int) -> Any:
         return self.call("gpusync_apply", self.source, version, **self.where)
@@ -217,3 +224,33 @@ def test_packed_weights_are_refused(tmp_path: Path) -> None:
         ):
             llm.collective_rpc("gpusync_attach", args=(str(base),))
         assert answers(llm) == before
+
+
+def test_two_ranks_follow_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        pytest.skip("two ranks need two cores")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[1]}")
+    base = models.make_checkpoint("llama", tmp_path / "base")
+    publisher = gpusync.Publisher(tmp_path / "source", base)
+    weights, found = models.read(base), []
+    for seed in (1, 2):
+        weights = models.trained(weights, seed)
+        publisher.publish(weights.items())
+    with serving(base, ranks=2) as llm:
+        live = Live(llm, str(tmp_path / "source"), tmp_path / "local", base)
+        found.append(answers(llm))
+        reports = live.call_all("gpusync_apply", live.source, 1, **live.where)
+        assert [report["to_version"] for report in reports] == [1, 1]
+        assert [report["write_back"] for report in reports] == ["sync", "none"]
+        found.append(answers(llm))
+        live.call("init_weight_transfer_engine", {"source_dir": live.source, **live.where})
+        live.transfer(2, "prepare", "commit")
+        found.append(answers(llm))
+        assert live.call_all("gpusync_version") == [2, 2]
+        with pytest.raises(Exception, match="SourceNotReadyError: "):
+            live.apply(3)
+        assert answers(llm) == found[2]
+    assert found[0] != found[1] != found[2]
+    with serving(tmp_path / "local", ranks=2) as fresh:
+        assert answers(fresh) == found[2]
