@@ -38,6 +38,7 @@ from gpusync.slices import Slice
 from gpusync.types import AttachReport
 
 _ATTACH_ATTEMPTS = 3
+_DIFFER = "live bytes differ from"
 
 
 def attach(
@@ -58,8 +59,8 @@ def attach(
         The checkpoint that the model was loaded from: the base, or a local checkpoint with its marker.
     load_weights
         The model's own loader, of (name, tensor) pairs: the placement is derived by running it once without any bytes, and
-        proven by bytes. What it casts, computes or cuts into slices is refused by name: an update of that tensor raises
-        PlacementError. None: by name.
+        proven by bytes. What it casts or computes is refused by name: an update of that tensor raises PlacementError. None: by
+        name.
     version
         The version that the checkpoint is; default its marker's, else 0.
     relayout
@@ -81,6 +82,7 @@ def attach(
     lease = take_lease(model)
     try:
         state, placement = _attach(model, folder, version, load_weights)
+        keep_state(model, state)
     finally:
         lease.give_back()
     places = state.places or Places()
@@ -107,21 +109,26 @@ def attach_first(
 ) -> LiveState:
     """Attach a model at its first update: to the local checkpoint it was loaded from, else to the base.
 
-    The caller holds the lease. Without either the model is taken to hold version 0; then the digests of what changes are the only proof.
+    Without either the model is taken to hold version 0; then the digests of what changes are the only proof. Nobody sees
+    a report here, so every placed byte must be the checkpoint's. The caller holds the lease.
 
     Raises
     ------
     PlacementError
         The model holds neither.
     """
-    failures = []
+    failures: list[Exception] = []
     for folder in (chain.checkpoint, chain.base_dir):
         if folder is None or (folder == chain.checkpoint and read_marker(folder).marker is None):
             continue
         try:
-            return _attach(model, folder, None, load_weights)[0]
+            state, _ = _attach(model, folder, None, load_weights)
+            _refuse_differing(state)
         except (PlacementError, SourceNotReadyError, FormatError) as err:
             failures.append(err)
+            continue
+        keep_state(model, state)
+        return state
     if failures:
         raise failures[-1]
     if load_weights is not None:
@@ -131,6 +138,19 @@ def attach_first(
     state = LiveState(Marker(0))
     keep_state(model, state)
     return state
+
+
+def _refuse_differing(state: LiveState) -> None:
+    """Refuse a model of which some bytes are not the checkpoint's: of another version, or rearranged after loading."""
+    reasons = state.places.refused if state.places is not None else {}
+    differing = {name: why for name, why in reasons.items() if why.startswith(_DIFFER)}
+    if differing:
+        raise refused(
+            {
+                name: f"{why}; attach the model, and look at the report"
+                for name, why in differing.items()
+            }
+        )
 
 
 def current_placement(
@@ -146,7 +166,7 @@ def current_placement(
     if state.places is None:
         return place_by_name(model, dict.fromkeys(names))
     now = state.places.place(model)
-    gone = moved(state.spans, state.spans, now)
+    gone = moved(state.spans, now)
     if gone:
         _prove_again(model, state, chain, gone)
         now = state.places.place(model)
@@ -177,7 +197,7 @@ def prove(
     )
     found = dict(run_parallel(one, names, settings.workers))
     return {
-        name: f"live bytes differ from {layout.folder} at byte {offset} of the tensor"
+        name: f"{_DIFFER} {layout.folder} at byte {offset} of the tensor"
         for name, offset in found.items()
         if offset is not None
     }
@@ -236,7 +256,6 @@ def _attach(
                 raise
             continue
         if read_marker(folder) == found:
-            keep_state(model, state)
             return state, placement
     raise SourceNotReadyError(
         "the checkpoint was swapped each time it was read; attach again", file=str(folder)
@@ -256,8 +275,8 @@ def _proven(
         places = _places(model, layout, files, load_weights)
         placement = places.place(model)
         differ = prove(placement, layout, files, settings)
-    if differ and len(differ) >= len(places.copies):
-        raise refused(differ)
+    if differ and 2 * len(differ) > len(places.copies):
+        raise refused(differ)  # it is not this checkpoint that the model holds
     if differ:
         places = places.less(differ)
         placement = places.place(model)
@@ -274,7 +293,7 @@ def _places(
         return trace_places(model, entries, load_weights)
     missing = entries.keys() - live_tensors(model).keys()
     if not missing:
-        return Places(entries)
+        return Places(entries).anchored(model, entries)
 
     def read(name: str, offset: int, nbytes: int) -> bytearray:
         shard = layout.shards[layout.file_of[name]]

@@ -163,24 +163,24 @@ class ChangeList:
         self._sum = 0
         self._tail = 0
 
-    def collect(self, diff: Bytes, live: Bytes, offset: int) -> None:
-        """Add what changes in one piece.
+    def collect(self, diff: Bytes, new: Bytes, offset: int) -> None:
+        """Add what changes in one piece. Live memory is not read again: what it held is new XOR ``diff``.
 
         Parameters
         ----------
-        diff, live
-            New XOR live, and the live bytes, of the same range; ``diff`` is 8-byte aligned.
+        diff, new
+            New XOR live, and the new bytes, of the same range; ``diff`` is 8-byte aligned.
         offset
             Of the range in the region, a multiple of 8.
         """
         body = diff.size & ~7
         if body:
-            self._collect(diff[:body].view(np.uint64), live[:body].view(np.uint64), offset // 8)
+            self._collect(diff[:body].view(np.uint64), new[:body].view(np.uint64), offset // 8)
         rest = diff.size - body
         if not rest:
             return
         padded = np.zeros((2, 8), np.uint8)
-        padded[0, :rest], padded[1, :rest] = diff[body:], live[body:]
+        padded[0, :rest], padded[1, :rest] = diff[body:], new[body:]
         if (offset + diff.size) % _WORD:
             self._tail = int(padded[0, rest - 1])
             padded[0, rest - 1] = 0
@@ -205,9 +205,7 @@ class ChangeList:
             self._add(last, np.zeros(1, np.uint32), value, last.copy())
         return self._made
 
-    def _collect(
-        self, diff: NDArray[np.uint64], live: NDArray[np.uint64], first_place: int
-    ) -> None:
+    def _collect(self, diff: NDArray[np.uint64], new: NDArray[np.uint64], first_place: int) -> None:
         """Keep the 8-byte words that change; most do not, and each call here is paid for by other threads too."""
         changed = np.not_equal(diff, 0, out=_scratch.flags(diff.size))
         places = changed.nonzero()[0]  # a scan of bools is the fast one
@@ -219,7 +217,8 @@ class ChangeList:
             span = slice(self._count, self._count + fitting.size)
             np.add(fitting, first_place, out=self._places[span])
             diff.take(fitting, out=self._diff[span], mode="clip")
-            live.take(fitting, out=self._before[span], mode="clip")
+            new.take(fitting, out=self._before[span], mode="clip")
+            self._before[span] ^= self._diff[span]
             self._count += fitting.size
             places = places[fitting.size :]
             if self._count == self._places.size:
@@ -349,7 +348,7 @@ class LiveSink:
         for hasher in self._hashers.values():
             hasher.update(new.data)
         if self._changes is not None:
-            self._changes.collect(diff, live, offset)
+            self._changes.collect(diff, new, offset)
 
     def digests(self) -> dict[Algorithm, Digest]:
         """Return the digests of the new bytes."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from gpusync.chain import Chain, identity_after, start_layout
-from gpusync.errors import PlacementError
+from gpusync.errors import ChainError, PlacementError, SourceNotReadyError
 from gpusync.fold import BlobSource, RegionOrigin
 from gpusync.layout import Layout, read_layout
 from gpusync.marker import Marker, read_marker
@@ -128,29 +129,95 @@ def _plan_slices(
     sliced = sorted(names & placement.slices.keys())
     if not sliced:
         return []
-    layout = layout_at(chain, identity)
-    if layout is None:
-        reason = (
-            f"the model holds parts of it, and no checkpoint of version {identity.version} has the rest: "
-            "give the chain its local checkpoint, or its base"
+    wholes = _whole_tensors(chain, route, identity)
+    reasons = {
+        name: f"the model holds slices of it, and nothing has the whole: {wholes.missing}"
+        for name in sliced
+        if name not in wholes.layout_of
+    }
+    if reasons:
+        raise refused(reasons)
+    return [wholes.plan(chain, name) for name in sliced]
+
+
+@dataclass(frozen=True)
+class _Wholes:
+    """Where whole tensors come from: a layout by tensor, and the deltas from there to the target."""
+
+    layout: Layout | None
+    route: Route
+    target: Route
+    is_live: bool
+    missing: str
+
+    @property
+    def layout_of(self) -> Collection[str]:
+        return self.layout.file_of if self.layout is not None else ()
+
+    def plan(self, chain: Chain, name: str) -> TensorPlan:
+        """Plan a whole tensor, to be held against the digest that the target's last delta gives."""
+        if self.layout is None:
+            raise refused({name: self.missing})
+        files = chain.source.files
+        plan = plan_tensor(name, self.layout, self.route, files, known={}, from_local=False)
+        expected = next(
+            delta.digests[name] for delta in reversed(self.target.deltas) if name in delta.digests
         )
-        raise refused(dict.fromkeys(sliced, reason))
-    files = chain.source.files
-    return [plan_tensor(name, layout, route, files, known={}, from_local=False) for name in sliced]
+        return replace(plan, expected=expected, origin_is_live=self.is_live)
+
+
+def _whole_tensors(chain: Chain, route: Route, identity: Marker) -> _Wholes:
+    """Find the bytes of whole tensors: at the model's version, at the target, or at the base with every delta since.
+
+    Any of them will do: the published digest proves the whole.
+    """
+    layout = layout_at(chain, identity)
+    if layout is not None:
+        return _Wholes(layout, route, route, True, "")
+    found = read_marker(chain.checkpoint).marker if chain.checkpoint is not None else None
+    if chain.checkpoint is not None and found is not None and found.version == chain.target_version:
+        layout = read_layout(chain.checkpoint, chain.source.files, chain.settings)
+        return _Wholes(layout, Route("applied", found.version, 0), route, False, "")
+    if chain.base_dir is not None:
+        with contextlib.suppress(ChainError, SourceNotReadyError):
+            since_base = chain.route(0)
+            if since_base.start == "applied":
+                layout = read_layout(chain.base_dir, chain.source.files, chain.settings)
+                return _Wholes(layout, since_base, route, False, "")
+    stands = (
+        f"the local checkpoint is at version {found.version}"
+        if found is not None
+        else ("there is no local checkpoint")
+    )
+    return _Wholes(
+        None,
+        route,
+        route,
+        False,
+        f"{stands}, the model at {identity.version}, and the base with all deltas since is not there; "
+        "give the chain a checkpoint of the model's version, or pull and reload",
+    )
 
 
 def layout_at(chain: Chain, identity: Marker) -> Layout | None:
     """Return the layout of a folder that holds the bytes of an identity: the local checkpoint's, or the base's."""
-    folder = None
     if chain.checkpoint is not None:
         found = read_marker(chain.checkpoint).marker
-        if found is not None and found.version == identity.version:
-            folder = chain.checkpoint
-    if folder is None and identity.version == 0:
-        folder = chain.base_dir
-    if folder is None:
-        return None
-    return read_layout(folder, chain.source.files, chain.settings)
+        if found is not None and _is_same(found, identity):
+            layout = read_layout(chain.checkpoint, chain.source.files, chain.settings)
+            if read_marker(chain.checkpoint).marker == found:
+                return layout
+    if identity.version == 0 and chain.base_dir is not None:
+        return read_layout(chain.base_dir, chain.source.files, chain.settings)
+    return None
+
+
+def _is_same(found: Marker, identity: Marker) -> bool:
+    """Return whether two markers are of one version of one run, as far as both say."""
+    known = found.fingerprint is not None and identity.fingerprint is not None
+    return found.version == identity.version and (
+        not known or found.fingerprint == identity.fingerprint
+    )
 
 
 def _refuse(places: Places, names: Collection[str]) -> None:
@@ -175,7 +242,14 @@ def _plan_replacement(
         **{name: f"not in version {route.start_version}" for name in missing},
         **{name: f"new in version {route.start_version}" for name in extra},
     }
-    for name in wanted & placement.regions.keys():
+    for name in wanted & places.kinds.keys():
+        entry = layout.entry(name)
+        dtype, shape = places.kinds[name]
+        if (entry.dtype, entry.shape) != (dtype, shape):
+            reasons[name] = (
+                f"{entry.dtype} {list(entry.shape)} published, attached as {dtype} {list(shape)}"
+            )
+    for name in (wanted & placement.regions.keys()) - reasons.keys():
         nbytes = placement.regions[name].nbytes
         if layout.entry(name).nbytes != nbytes:
             reasons[name] = f"{layout.entry(name).nbytes} bytes published, {nbytes} live"

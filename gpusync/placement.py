@@ -7,7 +7,7 @@ the host or of a CUDA device, whose storage holds the tensor's bytes. Names that
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import is_not
@@ -24,8 +24,9 @@ from gpusync.types import TensorEntry
 
 _REASONS_SHOWN = 5
 
-Spans = Mapping[str, tuple[int, int]]
-"""Address and size of each tensor's region: what may be kept of a placement without keeping the storages."""
+Spans = Mapping[tuple[str, int], tuple[int, int]]
+"""Address and size of each tensor's region, or of its slices by number: what may be kept of a placement without keeping
+the storages."""
 
 
 @dataclass(frozen=True)
@@ -80,11 +81,12 @@ class Placement:
 
     def spans(self) -> Spans:
         """Return address and size of each tensor's region or slices, to notice parameters that move or are resized."""
-        spans = {name: (region.address, region.nbytes) for name, region in self.regions.items()}
+        spans = {
+            (name, 0): (region.address, region.nbytes) for name, region in self.regions.items()
+        }
         for name, parts in self.slices.items():
             spans |= {
-                f"{name}[{number}]": (part.address, part.nbytes)
-                for number, part in enumerate(parts)
+                (name, number): (part.address, part.nbytes) for number, part in enumerate(parts)
             }
         return spans
 
@@ -245,10 +247,12 @@ def partial_overlaps(regions: Mapping[str, Region]) -> dict[str, str]:
     return reasons
 
 
-def moved(before: Spans, names: Iterable[str], now: Placement) -> list[str]:
+def moved(before: Spans, now: Placement) -> list[str]:
     """Return the tensors whose storage is not where it was, or not of the size it was."""
     are = now.spans()
-    return [name for name in names if before.get(name) != are.get(name)]
+    return sorted(
+        {name for name, number in before if before[name, number] != are.get((name, number))}
+    )
 
 
 class Anchors:

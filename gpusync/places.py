@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from gpusync.header import tensor_nbytes
 from gpusync.placement import (
     Placement,
     Region,
@@ -29,6 +30,29 @@ LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 _NO_PLACE = "the loader copies it nowhere: not of this rank, stage or model"
 
 
+Kind = tuple[str, tuple[int, ...]]
+"""dtype and shape of a tensor in the checkpoint."""
+
+
+@dataclass(frozen=True)
+class Anchor:
+    """A live tensor as it lay in its storage: ``offset`` in bytes."""
+
+    offset: int
+    strides: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Anchor:
+        offset = int(tensor.storage_offset()) * tensor.element_size()
+        return cls(offset, tuple(tensor.stride()), tuple(tensor.shape), tensor.dtype)
+
+    def is_alike(self, other: Anchor) -> bool:
+        """Return whether only the place in the storage differs."""
+        return replace(self, offset=0) == replace(other, offset=0)
+
+
 @dataclass(frozen=True)
 class Places:
     """The places of a checkpoint's tensors.
@@ -39,21 +63,30 @@ class Places:
         Tensor to its entry in the checkpoint, or None where that is not known; those placed by name.
     copies
         Tensor to its copies into live storages; those placed as the loader does.
-    nbytes
-        Sizes of the tensors in ``copies``.
+    kinds
+        Dtype and shape, in the checkpoint, of every tensor that has a place.
+    anchors
+        What the copies' geometry was found on: live name to where that tensor began in its storage, with its strides, dtype
+        and shape; positions follow a tensor that moves within its storage.
+    overlaps
+        Pairs of those live names that shared bytes.
     dropped, refused
         Tensors that have no place here, and those that cannot be updated in place, each with the reason.
     """
 
     entries: Mapping[str, TensorEntry | None] = field(default_factory=dict)
     copies: Mapping[str, tuple[Copy, ...]] = field(default_factory=dict)
-    nbytes: Mapping[str, int] = field(default_factory=dict)
+    kinds: Mapping[str, Kind] = field(default_factory=dict)
+    anchors: Mapping[str, Anchor] = field(default_factory=dict)
+    overlaps: frozenset[tuple[str, str]] = frozenset()
     dropped: Mapping[str, str] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
 
     def is_whole(self, name: str, part: Slice) -> bool:
         """Return whether a slice is all of its tensor, contiguous."""
-        return part.runs == 1 and part.nbytes == self.nbytes[name]
+        whole = sum(copy.nbytes for copy in self.copies[name])
+        dtype, shape = self.kinds[name]
+        return part.runs == 1 and part.nbytes == whole == tensor_nbytes(dtype, shape)
 
     def place(self, model: torch.nn.Module) -> Placement:
         """Return the regions of the model's storages as they are now.
@@ -66,6 +99,18 @@ class Places:
         if not self.copies:
             return place_by_name(model, self.entries)
         return _place_copies(model, self)
+
+    def anchored(self, model: torch.nn.Module, entries: Mapping[str, TensorEntry]) -> Places:
+        """Return these places with what later placements are held against: the model and checkpoint as they are now."""
+        live = live_tensors(model)
+        used = {copy.live_name for copies in self.copies.values() for copy in copies}
+        placed = self.copies.keys() | self.entries.keys()
+        return replace(
+            self,
+            kinds={name: (entries[name].dtype, entries[name].shape) for name in placed},
+            anchors={name: Anchor.of(live[name]) for name in used},
+            overlaps=find_overlaps({name: live[name] for name in used}),
+        )
 
     def without_shapes(self) -> Places:
         """Return these places for a model that was proven: only where its tensors are is looked at again."""
@@ -99,8 +144,14 @@ def trace_places(
             copies[name] = found
     if not copies:
         raise refused(reasons or dict.fromkeys(entries, _NO_PLACE))
-    nbytes = {name: entries[name].nbytes for name in copies}
-    return Places({}, copies, nbytes, dict.fromkeys(trace.dropped, _NO_PLACE), reasons)
+    dropped = dict.fromkeys(trace.dropped, _NO_PLACE)
+    held = {copy.live_name for found in copies.values() for copy in found}
+    for name in dropped.keys() & (live_tensors(model).keys() - held):
+        del dropped[name]
+        reasons[name] = (
+            "the loader did not copy it in the trace, and the model has a tensor of its name"
+        )
+    return Places({}, copies, dropped=dropped, refused=reasons).anchored(model, entries)
 
 
 def _place_copies(model: torch.nn.Module, places: Places) -> Placement:
@@ -111,16 +162,18 @@ def _place_copies(model: torch.nn.Module, places: Places) -> Placement:
             names_of.setdefault(tensor.untyped_storage().data_ptr(), []).append(name)
     regions: dict[str, Region] = {}
     slices: dict[str, tuple[Slice, ...]] = {}
-    reasons: dict[str, str] = {}
+    reasons = _rearranged(live, places)
     for name, copies in places.copies.items():
         parts: list[Slice] = []
         for copy in copies:
-            data = _storage_of(live.get(copy.live_name), copy)
-            if isinstance(data, str):
-                reasons[name] = data
+            found = _found(live.get(copy.live_name), copy, places)
+            if isinstance(found, str):
+                reasons[name] = found
                 break
-            live_names = tuple(names_of[data.data_ptr()])
-            parts += slices_of(copy, data, live_names)
+            here, data = found
+            parts += slices_of(here, data, tuple(names_of[data.data_ptr()]))
+        if name not in reasons and len({part.device for part in parts}) > 1:
+            reasons[name] = "it lies on several devices"
         if name in reasons:
             continue
         if len(parts) == 1 and places.is_whole(name, parts[0]):
@@ -136,15 +189,55 @@ def _place_copies(model: torch.nn.Module, places: Places) -> Placement:
     return replace(placed, unmanaged=tuple(sorted(live.keys() - placed.live_names())))
 
 
-def _storage_of(tensor: torch.Tensor | None, copy: Copy) -> torch.Tensor | str:
-    """Return the flat bytes of the storage that a copy goes to, or why they cannot be reached."""
+def _rearranged(live: Mapping[str, torch.Tensor], places: Places) -> dict[str, str]:
+    """Return a reason for each live tensor that has come to share bytes with another, or does so no more."""
+    used = {name: live[name] for name in places.anchors if name in live}
+    changed = find_overlaps(used) ^ places.overlaps
+    return {
+        name: f"it has been tied to, or untied from, {other} since the model was attached; attach it again"
+        for pair in changed
+        for name, other in (pair, pair[::-1])
+        if name in live and other in live
+    }
+
+
+def find_overlaps(tensors: Mapping[str, torch.Tensor]) -> frozenset[tuple[str, str]]:
+    """Return the pairs of names, sorted, whose tensors' spans in one storage meet."""
+    spans = sorted(
+        (tensor.data_ptr(), tensor.data_ptr() + span_nbytes(tensor), name)
+        for name, tensor in tensors.items()
+        if tensor.numel() and reachable(tensor) is None
+    )
+    found: set[tuple[str, str]] = set()
+    open_ones: list[tuple[int, str]] = []
+    for begin, end, name in spans:
+        open_ones = [(other_end, other) for other_end, other in open_ones if other_end > begin]
+        found |= {(min(name, other), max(name, other)) for _, other in open_ones}
+        open_ones.append((end, name))
+    return frozenset(found)
+
+
+def span_nbytes(tensor: torch.Tensor) -> int:
+    """Return the bytes from a tensor's first element to behind its last, which must not be empty."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return (sum((size - 1) * step for size, step in steps) + 1) * tensor.element_size()
+
+
+def _found(
+    tensor: torch.Tensor | None, copy: Copy, places: Places
+) -> tuple[Copy, torch.Tensor] | str:
+    """Return a copy where its live tensor is now, with the flat bytes of the storage, or why it cannot be reached."""
     if tensor is None:
         return "its parameter is gone"
     reason = reachable(tensor)
     if reason is not None:
         return reason
+    before, now = places.anchors[copy.live_name], Anchor.of(tensor)
+    if not before.is_alike(now):
+        return "its parameter has another shape, layout or dtype than when the model was attached"
+    here = replace(copy, live_offset=copy.live_offset - before.offset + now.offset)
     storage = tensor.untyped_storage()
-    reach = sum((size - 1) * step for size, step in zip(copy.shape, copy.live_strides, strict=True))
-    if copy.nbytes and storage.nbytes() < copy.live_offset + reach + 1:
+    reach = sum((size - 1) * step for size, step in zip(here.shape, here.live_strides, strict=True))
+    if copy.nbytes and storage.nbytes() < here.live_offset + reach + 1:
         return "its storage was freed or offloaded"
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+    return here, torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)

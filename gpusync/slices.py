@@ -73,7 +73,7 @@ class Slice:
         return self._before(offset), self._before(offset + nbytes)
 
     def from_tensor(self, piece: Bytes, offset: int, part: tuple[int, int]) -> Bytes:
-        """Return a part's bytes out of a piece of the tensor that begins at ``offset`` and holds them."""
+        """Return a part's bytes, copied out of a piece of the tensor that begins at ``offset`` and holds them."""
         return self._gather(
             torch.from_numpy(piece), self.tensor_begin - offset, self.tensor_stride, part
         )
@@ -113,8 +113,9 @@ class Slice:
         ]
         if not views:
             return np.empty(0, np.uint8)
-        gathered: Bytes = (torch.cat(views) if len(views) > 1 else views[0]).cpu().numpy()
-        return gathered
+        gathered = torch.cat(views) if len(views) > 1 else views[0].clone()
+        array: Bytes = gathered.cpu().numpy()
+        return array
 
     def _blocks(self, begin: int, end: int) -> Iterator[tuple[int, int, int, int]]:
         """Yield (run, column, runs, width): the rest of a run, whole runs, and the begin of one."""

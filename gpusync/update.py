@@ -232,8 +232,7 @@ class Update:
         if self._anchors.hold(model):
             return
         places = self._state.places or Places(dict.fromkeys(plan.placement.regions))
-        before = plan.placement.spans()
-        gone = moved(before, before, places.place(model))
+        gone = moved(plan.placement.spans(), places.place(model))
         if gone:
             raise PlacementError(
                 "a parameter moved since prepare; nothing was stored, prepare again", tensor=gone[0]

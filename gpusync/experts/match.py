@@ -69,8 +69,7 @@ def match_slices(model: torch.nn.Module, entries: Mapping[str, TensorEntry], rea
         name: (spot.copy(name, live[spot.live_name].element_size()),)
         for name, spot in found.spots.items()
     }
-    nbytes = {name: entries[name].nbytes for name in copies}
-    return Places(copies=copies, nbytes=nbytes, refused=found.reasons)
+    return Places(copies=copies, refused=found.reasons).anchored(model, entries)
 
 
 def _by_name(model: torch.nn.Module, wanted: Mapping[str, TensorEntry]) -> Found:

@@ -19,8 +19,7 @@ import torch
 from torch import nn
 
 import gpusync
-from gpusync import advance, fold, fsio
-from gpusync import live as live_module
+from gpusync import advance, attaching, fold, fsio
 from gpusync import update as update_module
 from gpusync.checkpoint import FolderPaths
 from gpusync.errors import (
@@ -252,14 +251,15 @@ def test_attach_does_not_take_the_marker_of_the_swap_that_came_between(
 ) -> None:
     """The shards were read at version 1; the marker says 2 by the time they are proven."""
     model = model_at(two, 1)
-    real = live_module.prove
+    real = attaching.prove
 
-    def prove(*arguments: Any) -> None:
-        real(*arguments)
+    def prove(*arguments: Any) -> dict[str, str]:
+        found = real(*arguments)
         pull(two, 2)
+        return found
 
     with monkeypatch.context() as patch:
-        patch.setattr(live_module, "prove", prove)
+        patch.setattr(attaching, "prove", prove)
         with pytest.raises(PlacementError, match="live bytes differ"):
             gpusync.attach(model, two.local)
     assert gpusync.live_version(model) is None

@@ -202,15 +202,134 @@ def test_a_wrong_digest_of_the_whole_is_noticed_though_the_slice_is_right(
 
 
 @pytest.mark.parametrize("device", ["cpu", "emulated"])
-def test_slices_without_a_checkpoint_of_their_version_are_refused(
+def test_the_whole_may_come_from_the_base_with_every_delta_since(
     stream: wire.Stream, device: str
 ) -> None:
     model = loaded(stream.states[0], (1, 2))
     gpusync.attach(model, stream.base, load_weights=model.load_weights)
+    for version in (1, 2):
+        gpusync.apply_to_model(model, open_chain(stream, version), device=device)
+        check_equal(model, stream.states[version])
+
+
+@pytest.mark.parametrize("device", ["cpu", "emulated"])
+def test_the_whole_may_come_from_a_folder_that_is_ahead(stream: wire.Stream, device: str) -> None:
+    """Another rank of the host has written it back."""
+    model = loaded(stream.states[0], (1, 2))
+    gpusync.attach(model, stream.base, load_weights=model.load_weights)
     gpusync.apply_to_model(model, open_chain(stream, 1), device=device)
-    with pytest.raises(PlacementError, match="no checkpoint of version 1"):
-        gpusync.apply_to_model(model, open_chain(stream, 2), device=device)
+    gpusync.pull(stream.local, stream.base, stream.source, 2)
+    chain = gpusync.open_chain(stream.source, 2, checkpoint=stream.local)
+    gpusync.apply_to_model(model, chain, device=device)
+    check_equal(model, stream.states[2])
+
+
+@pytest.mark.parametrize("device", ["cpu", "emulated"])
+def test_slices_are_refused_where_nothing_has_the_whole(stream: wire.Stream, device: str) -> None:
+    model = loaded(stream.states[0], (1, 2))
+    gpusync.attach(model, stream.base, load_weights=model.load_weights)
+    gpusync.apply_to_model(model, open_chain(stream, 1), device=device)
+    chain = gpusync.open_chain(stream.source, 2)
+    with pytest.raises(PlacementError, match="no local checkpoint"):
+        gpusync.apply_to_model(model, chain, device=device)
     check_equal(model, stream.states[1])
+
+
+@pytest.mark.parametrize("device", ["cpu", "emulated"])
+@pytest.mark.parametrize("when", ["before prepare", "before commit"])
+def test_a_parameter_that_moves_within_its_storage_is_followed_or_noticed(
+    stream: wire.Stream, device: str, when: str
+) -> None:
+    model = loaded(stream.states[0], (1, 2))
+    size = model.down.numel()
+    pool = torch.zeros(3 * size, dtype=torch.bfloat16)
+    pool[:size].copy_(model.down.data.reshape(-1))
+    model.down.data = pool[:size].view(model.down.shape)
+    gpusync.attach(model, stream.base, load_weights=model.load_weights)
+
+    def move() -> None:
+        pool[2 * size :].copy_(pool[:size])
+        model.down.data = pool[2 * size :].view(model.down.shape)
+
+    if when == "before prepare":
+        move()
+        gpusync.apply_to_model(model, open_chain(stream, 1), device=device)
+        check_equal(model, stream.states[1])
+        return
+    update = gpusync.prepare(model, open_chain(stream, 1), device=device)
+    move()
+    with pytest.raises(PlacementError, match="moved"):
+        update.commit()
+    check_equal(model, stream.states[0])
+
+
+@pytest.mark.parametrize("device", ["cpu", "emulated"])
+def test_parameters_that_were_tied_after_attach_are_refused(
+    stream: wire.Stream, device: str
+) -> None:
+    model = loaded(stream.states[0], (1, 2))
+    gpusync.attach(model, stream.base, load_weights=model.load_weights)
+    model.norm_again.data = model.norm.data
+    before = live.bytes_of(model)
+    with pytest.raises(PlacementError, match="tied"):
+        gpusync.apply_to_model(model, open_chain(stream, 1), device=device)
+    assert live.bytes_of(model) == before
+
+
+@pytest.mark.parametrize("device", ["cpu", "emulated"])
+def test_a_sliced_parameter_that_is_another_before_commit_is_noticed(
+    stream: wire.Stream, device: str
+) -> None:
+    model = loaded(stream.states[0], (1, 2))
+    gpusync.attach(model, stream.base, load_weights=model.load_weights)
+    update = gpusync.prepare(model, open_chain(stream, 1), device=device)
+    model.o.data = model.o.data.clone()
+    with pytest.raises(PlacementError, match="moved"):
+        update.commit()
+    check_equal(model, stream.states[0])
+
+
+def test_the_first_update_attaches_to_the_version_that_the_model_holds(tmp_path: Path) -> None:
+    """The local folder is ahead of the model, and nearly all of it is as in the base."""
+    stream = wire.Stream(tmp_path / "stream", ROWS)
+    stream.delta(["q.weight"])
+    stream.delta(["k.weight"])
+    gpusync.pull(stream.local, stream.base, stream.source, 1)
+    model = loaded(stream.states[0], (0, 1))
+    chain = open_chain(stream, 2, checkpoint=stream.local)
+    report = gpusync.apply_to_model(model, chain, load_weights=model.load_weights)
+    assert report.from_version == 0
+    check_equal(model, stream.states[2])
+
+
+def test_the_first_update_refuses_a_model_of_neither_version(tmp_path: Path) -> None:
+    stream = wire.Stream(tmp_path / "stream", ROWS)
+    for _ in range(3):
+        stream.delta(["q.weight"])
+    gpusync.pull(stream.local, stream.base, stream.source, 2)
+    model = loaded(stream.states[1], (0, 1))
+    chain = open_chain(stream, 3, checkpoint=stream.local)
+    with pytest.raises(PlacementError, match=r"q\.weight"):
+        gpusync.apply_to_model(model, chain, load_weights=model.load_weights)
+    check_equal(model, stream.states[1])
+    assert gpusync.live_version(model) is None
+
+
+@pytest.mark.parametrize("device", ["cpu", "emulated"])
+def test_a_full_version_of_another_shape_or_dtype_is_refused(tmp_path: Path, device: str) -> None:
+    stream = wire.Stream(tmp_path / "stream", ROWS)
+    model = loaded(stream.states[0], (1, 2))
+    gpusync.attach(model, stream.base, load_weights=model.load_weights)
+    other = tuple(
+        row("down.weight", wire.FIRST, INNER, HIDDEN) if each.name == "down.weight" else each
+        for each in ROWS
+    )
+    reshaped = wire.Stream(tmp_path / "reshaped", other)
+    reshaped.full(["q.weight"])
+    chain = gpusync.open_chain(reshaped.source, 1)
+    with pytest.raises(PlacementError, match=r"down\.weight"):
+        gpusync.apply_to_model(model, chain, device=device)
+    check_equal(model, stream.states[0])
 
 
 @pytest.mark.parametrize("device", ["cpu", "emulated"])
