@@ -2,17 +2,20 @@
 
 Three modules of the same parameters are kept: ours without a checkpoint (``write_back="none"``), ours that keeps
 its checkpoint durably (``write_back="sync"``), and the baseline's. Opening the chain is counted in our total. The
-pause is ``commit``; the baseline's pause is its reload.
+pause is ``commit``; the baseline's pause is its reload. The floor of a pause is measured beside them: the same share of
+the words of the same parameters read and written back XORed, at as many random places, without any check.
 """
 
 from __future__ import annotations
 
 import json
 import statistics
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import baseline
+import numpy as np
 import torch
 import xxhash
 from common import (
@@ -33,10 +36,12 @@ from common import (
     warm,
     workspace,
 )
+from numpy.typing import NDArray
 from safetensors.torch import load_file
 from stream import Stream, make_stream
 
 import gpusync
+from gpusync.config import Settings
 
 FULL = Sizes(model_nbytes=1_000_000_000, density=0.01, rounds=5)
 SMOKE = Sizes(model_nbytes=24_000_000, density=0.01, rounds=2)
@@ -70,10 +75,39 @@ def digests_of_module(module: torch.nn.Module) -> dict[str, str]:
     }
 
 
+class _Floor:
+    """The least that a pause does: gather words at random places, and scatter them changed, on as many threads."""
+
+    _PART = 4096
+
+    def __init__(self, module: torch.nn.Module, density: float) -> None:
+        rng = np.random.default_rng(0)
+        self._workers = Settings.from_env().workers
+        self._parts = []
+        for parameter in module.parameters():
+            words = parameter.detach().reshape(-1).view(torch.int16).numpy().view(np.uint16)
+            places = np.flatnonzero(rng.random(words.size, np.float32) < density).astype(np.uint32)
+            for at in range(0, places.size, self._PART):
+                self._parts.append((words, places[at : at + self._PART]))
+
+    def run(self) -> None:
+        """Change every word under the places; a second time changes them back."""
+        with ThreadPoolExecutor(self._workers) as pool:
+            step = -(-len(self._parts) // (4 * self._workers))
+            runs = [self._parts[at : at + step] for at in range(0, len(self._parts), step)]
+            list(pool.map(self._change, runs))
+
+    @staticmethod
+    def _change(parts: list[tuple[NDArray[np.uint16], NDArray[np.uint32]]]) -> None:
+        for words, places in parts:
+            index = places.astype(np.intp)
+            words[index] = words.take(index, mode="clip") ^ np.uint16(1)
+
+
 class _Live:
     """Round r takes every module from version r to r + 1."""
 
-    def __init__(self, root: Path, stream: Stream) -> None:
+    def __init__(self, root: Path, stream: Stream, density: float) -> None:
         self.stream, self.source = stream, stream.sources["seekable"]
         self.locals = {name: root / name for name in ("live", "live durable", "baseline")}
         self.modules = {name: build_module(stream.base_dir) for name in self.locals}
@@ -82,10 +116,23 @@ class _Live:
         baseline.seed(self.locals["live"], stream.base_dir)
         gpusync.pull(self.locals["live durable"], stream.base_dir, self.source, 0)
         gpusync.attach(self.modules["live"], self.locals["live"], version=0)
+        self.floor = _Floor(self.modules["live"], density)
         gpusync.attach(self.modules["live durable"], self.locals["live durable"], version=0)
 
     def cases(self) -> dict[str, Case]:
-        return {"live": self._live, "live durable": self._durable, "baseline": self._baseline}
+        return {
+            "live": self._live,
+            "live durable": self._durable,
+            "baseline": self._baseline,
+            "floor": self._floor,
+        }
+
+    def _floor(self, number: int) -> Parts:
+        parts = Parts()
+        with parts.timed("gather + scatter"):
+            self.floor.run()
+        self.floor.run()  # as it was
+        return parts
 
     def _live(self, number: int) -> Parts:
         return self._update("live", number, checkpoint=None, write_back="none")
@@ -118,10 +165,14 @@ class _Live:
         return parts
 
     def before(self, name: str, number: int) -> None:
+        if name not in self.locals:
+            return
         settle(self.locals[name])
         warm(self.locals[name], self.stream.base_dir, self.source / f"weight_v{number + 1:06d}")
 
     def check(self, name: str, number: int) -> None:
+        if name not in self.locals:
+            return
         expected = self.stream.digests[number + 1]
         check_digests(
             f"{name}, version {number + 1}", expected, digests_of_module(self.modules[name])
@@ -155,13 +206,15 @@ def main() -> None:
             versions=sizes.rounds + 1,
             framings=("seekable",),
         )
-        live = _Live(root, stream)
+        live = _Live(root, stream, sizes.density)
         timings = run_rounds(live.cases(), sizes.rounds, before=live.before, check=live.check)
         reports = live.report_values()
     seconds = timings.seconds
     pairs = {
         "pause / reload": ratios(seconds["live.commit"], seconds["baseline.reload"]),
         "open + prepare + commit / (pull + reload)": ratios(seconds["live"], seconds["baseline"]),
+        "pause / floor": ratios(seconds["live.commit"], seconds["floor.gather + scatter"]),
+        "floor / reload": ratios(seconds["floor.gather + scatter"], seconds["baseline.reload"]),
         "durable pause / reload": ratios(
             seconds["live durable.commit"], seconds["baseline.reload"]
         ),
