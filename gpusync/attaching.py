@@ -275,8 +275,10 @@ def _proven(
         places = _places(model, layout, files, load_weights)
         placement = places.place(model)
         differ = prove(placement, layout, files, settings)
-    if differ and 2 * len(differ) > len(places.copies):
-        raise refused(differ)  # it is not this checkpoint that the model holds
+    if differ and 2 * len(places.live_names(differ)) >= len(places.live_names(places.copies)):
+        raise refused(
+            differ
+        )  # not rearranged here and there: it is another checkpoint that the model holds
     if differ:
         places = places.less(differ)
         placement = places.place(model)

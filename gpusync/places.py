@@ -88,6 +88,10 @@ class Places:
         dtype, shape = self.kinds[name]
         return part.runs == 1 and part.nbytes == whole == tensor_nbytes(dtype, shape)
 
+    def live_names(self, names: Iterable[str]) -> set[str]:
+        """Return the live tensors that copies of these tensors go to."""
+        return {copy.live_name for name in names for copy in self.copies.get(name, ())}
+
     def place(self, model: torch.nn.Module) -> Placement:
         """Return the regions of the model's storages as they are now.
 

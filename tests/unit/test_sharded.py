@@ -347,3 +347,14 @@ def test_live_bytes_that_are_not_the_checkpoints_never_end_wrong(
         assert live.bytes_of(model) == rotten
     else:
         check_equal(model, stream.states[1])
+
+
+def test_attaching_to_a_checkpoint_of_another_version_is_refused(tmp_path: Path) -> None:
+    """One parameter is as in that checkpoint; it takes more than that to be the model's."""
+    stream = wire.Stream(tmp_path / "stream", ROWS)
+    stream.delta([each.name for each in ROWS if each.name != "norm.weight"])
+    gpusync.pull(stream.local, stream.base, stream.source, 1)
+    model = loaded(stream.states[0], (0, 2))
+    with pytest.raises(PlacementError, match="live bytes differ"):
+        gpusync.attach(model, stream.local, load_weights=model.load_weights)
+    assert gpusync.live_version(model) is None
