@@ -122,10 +122,7 @@ def _check_alias(name: str, route: Route, placement: Placement) -> None:
 def _plan_slices(
     chain: Chain, route: Route, placement: Placement, identity: Marker, names: set[str]
 ) -> list[TensorPlan]:
-    """Plan changed tensors of which the model holds parts: the whole comes from a checkpoint of the model's version.
-
-    A part alone cannot be held against the digest of the whole.
-    """
+    """Plan changed tensors of which the model holds slices: a slice alone cannot be held against the whole's digest."""
     sliced = sorted(names & placement.slices.keys())
     if not sliced:
         return []

@@ -84,9 +84,7 @@ class Places:
 
     def is_whole(self, name: str, part: Slice) -> bool:
         """Return whether a slice is all of its tensor, contiguous."""
-        whole = sum(copy.nbytes for copy in self.copies[name])
-        dtype, shape = self.kinds[name]
-        return part.runs == 1 and part.nbytes == whole == tensor_nbytes(dtype, shape)
+        return part.runs == 1 and part.nbytes == tensor_nbytes(*self.kinds[name])
 
     def live_names(self, names: Iterable[str]) -> set[str]:
         """Return the live tensors that copies of these tensors go to."""

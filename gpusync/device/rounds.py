@@ -74,8 +74,7 @@ class RoundTables:
     """Places, in a block, of the tables of one round, and how many rows each has.
 
     ``frames`` begins a :class:`DecodeArrays`; ``frame_tensor`` u32 is the number of each frame's tensor. ``has_bitmaps`` says
-    that some of the output buffer must be zeroed first. ``decoded_nbytes`` is the content of all frames, and
-    ``largest_nbytes`` that of the largest.
+    that some of the output buffer must be zeroed first. ``decoded_nbytes`` is the content of all frames.
     """
 
     nframes: int
@@ -91,7 +90,6 @@ class RoundTables:
     nitems: int
     has_bitmaps: bool
     decoded_nbytes: int
-    largest_nbytes: int
 
 
 def chunk_rows(batch: Batch, buffers: BatchBuffers) -> NDArray[np.void]:
@@ -161,7 +159,6 @@ def plan_round(batch: Batch, number: int, buffers: BatchBuffers, block: TableBlo
         nitems=sum(items),
         has_bitmaps=any(layer.bitmap_nbytes for _, _, layer in sparse),
         decoded_nbytes=int(frames.output_nbytes.sum()),
-        largest_nbytes=int(frames.output_nbytes.max(initial=0)),
     )
 
 
