@@ -394,7 +394,7 @@ def _nonzero(words: NDArray[np.uint64]) -> NDArray[np.intp]:
     eights = flags.view(np.uint64)
     first = (eights != 0).nonzero()[0]
     within = eights.take(first).view(np.bool_).nonzero()[0]
-    places = first.take(within >> 3)
+    places: NDArray[np.intp] = first.take(within >> 3)
     places <<= 3
     within &= 7
     places += within

@@ -19,14 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpusync import fsio
+from gpusync.blobs import BlobFile, BlobSource, hold_digest, locate_blob
 from gpusync.digest import Hasher, new_hasher
 from gpusync.encodings import Layer, open_layer
-from gpusync.errors import FrameFormatError, VersionConflictError
-from gpusync.files import FileChangedError, FileStamp, OpenFiles
-from gpusync.frames import MAX_WINDOW, Where, WindowTooLargeError
-from gpusync.layout import unreadable
+from gpusync.files import FileStamp, OpenFiles
+from gpusync.frames import MAX_WINDOW, WindowTooLargeError
 from gpusync.placement import Region
-from gpusync.source import SourceVersion
 from gpusync.types import Algorithm, Digest
 
 Bytes = NDArray[np.uint8]
@@ -103,85 +101,30 @@ class NullSink:
         pass
 
 
-@dataclass(frozen=True)
-class BlobSource:
-    """One tensor's blob in a published delta."""
-
-    files: OpenFiles
-    delta: SourceVersion
-    tensor: str
-
-    @property
-    def is_xor(self) -> bool:
-        """True where the payload is XORed in, so that deltas fold without the tensor."""
-        return self.delta.index is not None and self.delta.index.encoding != "overwrite"
-
-    def open(self, nbytes: int, max_window: int, spill: Callable[[], IO[bytes]]) -> _OpenBlob:
-        """Return the delta as a layer over a tensor of ``nbytes``."""
-        return _OpenBlob(self, nbytes, max_window, spill)
-
-
-class _BlobBytes:
-    """A blob's compressed bytes, read in order; digested where the publisher's manifest gives their digest.
+class _Feed:
+    """A blob's compressed bytes in order, for a decoder; digested where the publisher's manifest gives their digest.
 
     The decoder keeps this object and nothing that leads back to the decoder: zstandard's reader takes no part in
     garbage collection, and a cycle through it is never freed.
     """
 
-    def __init__(self, source: BlobSource) -> None:
-        delta = source.delta
-        self._files = source.files
-        self._shard, entry = delta.blob(source.tensor)
-        self._position = self._shard.header.data_offset + entry.begin
-        self._end = self._position + entry.nbytes
-        self.nbytes = entry.nbytes
-        self.where = Where(
-            version=delta.version,
-            file=self._shard.path.name,
-            tensor=source.tensor,
-            offset=self._position,
-        )
-        stated = delta.manifest.tensors.get(source.tensor) if delta.manifest is not None else None
-        self._stated = stated.blob_digest if stated is not None else None
-        self._hasher: Hasher | None = new_hasher("xxh3-128") if self._stated else None
+    def __init__(self, blob: BlobFile) -> None:
+        self._blob = blob
+        self._position = 0
+        self._hasher: Hasher | None = new_hasher("xxh3-128") if blob.stated else None
 
     def read(self, nbytes: int) -> bytes:
         """Return up to ``nbytes`` next bytes, none at the end."""
-        buffer = bytearray(min(nbytes, self._end - self._position))
-        if not buffer:
-            return b""
-        try:
-            self._files.read_into(
-                self._shard.path, memoryview(buffer), self._position, self._shard.stamp
-            )
-        except FileChangedError as err:
-            raise VersionConflictError(
-                "the shard was replaced while it was read; pull again",
-                version=self.where.version,
-                file=self.where.file,
-                tensor=self.where.tensor,
-            ) from err
-        except OSError as err:
-            raise unreadable(err, self._shard.path, version=self.where.version) from err
-        self._position += len(buffer)
+        piece = self._blob.read(self._position, min(nbytes, self._blob.nbytes - self._position))
+        self._position += len(piece)
         if self._hasher is not None:
-            self._hasher.update(buffer)
-        return bytes(buffer)
+            self._hasher.update(piece)
+        return piece
 
     def check(self) -> None:
         """Hold the digest of what was read against the manifest's."""
-        if self._hasher is None:
-            return
-        got = self._hasher.digest().hex
-        if got != self._stated:
-            raise FrameFormatError(
-                "the blob is not the one that the manifest describes",
-                version=self.where.version,
-                file=self.where.file,
-                tensor=self.where.tensor,
-                expected=self._stated,
-                got=got,
-            )
+        if self._hasher is not None:
+            hold_digest(self._blob, self._hasher)
 
 
 class _OpenBlob:
@@ -190,16 +133,15 @@ class _OpenBlob:
     def __init__(
         self, source: BlobSource, nbytes: int, max_window: int, spill: Callable[[], IO[bytes]]
     ) -> None:
-        if source.delta.index is None:
-            raise FrameFormatError("a full version has no blobs", version=source.delta.version)
-        self._bytes = _BlobBytes(source)
+        blob = locate_blob(source)
+        self._feed = _Feed(blob)
         self._layer: Layer = open_layer(
-            source.delta.index.encoding,
-            self._bytes.read,
-            blob_nbytes=self._bytes.nbytes,
+            blob.encoding,
+            self._feed.read,
+            blob_nbytes=blob.nbytes,
             nbytes=nbytes,
             max_window=max_window,
-            where=self._bytes.where,
+            where=blob.where,
             spill=spill,
         )
 
@@ -211,7 +153,7 @@ class _OpenBlob:
 
     def finish(self) -> None:
         self._layer.finish()
-        self._bytes.check()
+        self._feed.check()
 
 
 @dataclass(frozen=True)
@@ -308,7 +250,7 @@ class Fold:
         buffer: Bytes,
         max_window: int,
     ) -> Iterator[tuple[int, Bytes]]:
-        layers = [blob.open(nbytes, max_window, self._scratch) for blob in blobs]
+        layers = [_OpenBlob(blob, nbytes, max_window, self._scratch) for blob in blobs]
         for offset in range(0, nbytes, buffer.size):
             piece = buffer[: min(buffer.size, nbytes - offset)]
             if origin is not None:

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from gpusync.blobs import BlobSource
 from gpusync.chain import Chain, identity_after, start_layout
 from gpusync.errors import ChainError, PlacementError, SourceNotReadyError
-from gpusync.fold import BlobSource, RegionOrigin
+from gpusync.fold import RegionOrigin
 from gpusync.layout import Layout, read_layout
 from gpusync.marker import Marker, read_marker
 from gpusync.materialize import TensorPlan, plan_tensor

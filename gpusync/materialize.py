@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Protocol
 
 from gpusync import fsio
+from gpusync.blobs import BlobSource
 from gpusync.checkpoint import local_io_error
 from gpusync.errors import DigestMismatchError, GpuSyncError
 from gpusync.files import OpenFiles
 from gpusync.fold import (
-    BlobSource,
     FileOrigin,
     FileSink,
     Fold,

@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
+from gpusync.blobs import BlobSource
 from gpusync.changes import ListBudget
 from gpusync.device.batches import plan_batches
-from gpusync.device.blobmaps import read_blob_map
-from gpusync.device.blobs import BlobMap
+from gpusync.device.blobmaps import BlobMap, read_blob_map
 from gpusync.device.capacities import capacities_for
 from gpusync.device.chunks import Capacities
 from gpusync.device.cuts import why_not_device
@@ -39,7 +39,7 @@ from gpusync.device.segments import DeviceChanges, ListMemory, Segment
 from gpusync.device.selftest import nvcomp_is_trusted
 from gpusync.device.staging import Feeder, NeedsHost, PinnedRing
 from gpusync.errors import DeviceError, KernelError, ModelPoisonedError
-from gpusync.fold import BlobSource, Fold, run_parallel, shut_down
+from gpusync.fold import Fold, run_parallel, shut_down
 from gpusync.materialize import TensorPlan
 from gpusync.parts import LiveWork, PreparedPart
 from gpusync.slices import Slice

@@ -1,4 +1,4 @@
-"""Making the map of a blob's frames without reading all of it.
+"""The map of a blob's frames, made without reading all of it.
 
 A map is a promise made by a seek table or by a frame header, and the planner builds on it; whoever reads the frames
 walks them and holds them against it. What the device's decoder cannot take is told as a reason, not as an error:
@@ -12,11 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
-from gpusync.device.blobs import BlobFile, BlobMap, Positions, locate_blob
-from gpusync.fold import BlobSource
+from gpusync.blobs import BlobFile, BlobSource, locate_blob
 from gpusync.frames import SEEK_TABLE_FOOTER_MAGIC, SEEK_TABLE_FRAME_MAGIC, FrameWalker
 from gpusync.types import Encoding, Frame
+
+Positions = NDArray[np.int64]
 
 MAX_FRAME_NBYTES = (1 << 31) - 1
 """Most bytes, compressed or decoded, that nvCOMP takes as one frame (nvcomp/zstd.h)."""
@@ -33,6 +35,65 @@ _WALK_NBYTES = 1 << 20
 # A decoder's fixed cost per frame is that of some KiB of content.
 _MIN_MEAN_CONTENT_NBYTES = 1024
 _FREE_FRAMES = 1024
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class BlobMap:
+    """The frames of a blob that have content, in order.
+
+    Parameters
+    ----------
+    offset, nbytes
+        int64 (frames,): where each begins in the blob, and its compressed size. Skippable frames may lie between.
+    content_offset, content_nbytes
+        int64 (frames,): where its content begins in the payload, and its size, above 0. Without gaps.
+    blob_nbytes
+        Size of the blob.
+    """
+
+    offset: Positions
+    nbytes: Positions
+    content_offset: Positions
+    content_nbytes: Positions
+    blob_nbytes: int
+
+    @property
+    def count(self) -> int:
+        """Number of frames."""
+        return len(self.offset)
+
+    @property
+    def payload_nbytes(self) -> int:
+        """Bytes of all content."""
+        return self.content(0, self.count)[1]
+
+    def covering(self, begin: int, end: int) -> tuple[int, int]:
+        """Return the first frame, and the one after the last, that hold payload bytes ``begin`` to ``end``."""
+        if begin >= end:
+            return 0, 0
+        if self.count == 1:
+            return 0, 1
+        starts = self.content_offset
+        return (
+            int(starts.searchsorted(begin, "right")) - 1,
+            int(starts.searchsorted(end, "left")),
+        )
+
+    def extent(self, first: int, end: int) -> tuple[int, int]:
+        """Return where in the blob the frames from ``first`` to before ``end`` begin and end."""
+        if first == end:
+            return 0, 0
+        return int(self.offset[first]), int(self.offset[end - 1] + self.nbytes[end - 1])
+
+    def content(self, first: int, end: int) -> tuple[int, int]:
+        """Return where in the payload their content begins and ends."""
+        if first == end:
+            return 0, 0
+        last = end - 1
+        return (
+            int(self.content_offset[first]),
+            int(self.content_offset[last] + self.content_nbytes[last]),
+        )
 
 
 def read_blob_map(

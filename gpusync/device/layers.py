@@ -10,8 +10,9 @@ from typing import Literal
 
 import numpy as np
 
-from gpusync.device.blobs import BlobMap, Positions
-from gpusync.fold import BlobSource, Origin
+from gpusync.blobs import BlobSource
+from gpusync.device.blobmaps import BlobMap, Positions
+from gpusync.fold import Origin
 
 
 @dataclass(frozen=True, slots=True)

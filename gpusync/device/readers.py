@@ -12,11 +12,12 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from gpusync.device.blobs import BlobFile, BlobMap
+from gpusync.blobs import BlobFile, hash_blob, hold_digest
+from gpusync.device.blobmaps import BlobMap
 from gpusync.device.chunks import Chunk, ChunkLayer
 from gpusync.device.layers import FoldedLayer, RegionMap
 from gpusync.digest import Hasher, new_hasher
-from gpusync.errors import FormatError, FrameFormatError, SourceNotReadyError
+from gpusync.errors import FormatError, SourceNotReadyError
 from gpusync.fold import Fold, Origin
 from gpusync.frames import FrameWalker
 from gpusync.types import Frame
@@ -220,34 +221,3 @@ def gather(region: RegionMap, piece: Bytes, begin: int, q: int, out: Bytes) -> i
             out[done : done + count] = piece[at : at + count]
             done += count
     return done
-
-
-def hash_blob(blob: BlobFile, hasher: Hasher, begin: int, end: int) -> None:
-    """Hash blob bytes ``begin`` to ``end``."""
-    if begin == end:
-        return
-    buffer = memoryview(bytearray(min(end - begin, _PIECE_NBYTES)))
-    for offset in range(begin, end, _PIECE_NBYTES):
-        piece = buffer[: min(_PIECE_NBYTES, end - offset)]
-        blob.read_into(piece, offset)
-        hasher.update(piece)
-
-
-def hold_digest(blob: BlobFile, hasher: Hasher) -> None:
-    """Hold the digest of a whole blob against the manifest's.
-
-    Raises
-    ------
-    FrameFormatError
-        They differ.
-    """
-    got = hasher.digest().hex
-    if got != blob.stated:
-        raise FrameFormatError(
-            "the blob is not the one that the manifest describes",
-            version=blob.where.version,
-            file=blob.where.file,
-            tensor=blob.where.tensor,
-            expected=blob.stated,
-            got=got,
-        )

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from gpusync.device.blobs import BlobFile, BlobMap, locate_blob
+from gpusync.blobs import BlobFile, hash_blob, hold_digest, locate_blob
+from gpusync.device.blobmaps import BlobMap
 from gpusync.device.chunks import Batch, Chunk, ChunkLayer
 from gpusync.device.layers import FoldedLayer, RawLayer
 from gpusync.device.readers import (
@@ -23,8 +24,6 @@ from gpusync.device.readers import (
     NeedsHost,
     RawReader,
     Reader,
-    hash_blob,
-    hold_digest,
 )
 from gpusync.device.ring import PinnedRing, Slot
 from gpusync.device.runtime import Stream

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import xxhash
 
+from gpusync.blobs import BlobSource
 from gpusync.config import Settings
-from gpusync.fold import BlobSource
 from gpusync.source import Source
 from tests.support import INDEX, safetensors_bytes, version_dir
 

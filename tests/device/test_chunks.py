@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpusync.device.batches import plan_batches
-from gpusync.device.blobs import BlobMap
+from gpusync.device.blobmaps import BlobMap
 from gpusync.device.capacities import SLOTS, capacities_for, scratch_of
 from gpusync.device.chunks import ALIGNMENT, GUARD_NBYTES, Batch, Capacities, Chunk, ChunkLayer
 from gpusync.device.cuts import MIN_LAST_NBYTES, why_not_device

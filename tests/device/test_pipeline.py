@@ -16,10 +16,10 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpusync.blobs import BlobFile, BlobSource
 from gpusync.changes import ListBudget
 from gpusync.device.batches import plan_batches
-from gpusync.device.blobmaps import read_blob_map
-from gpusync.device.blobs import BlobFile, BlobMap
+from gpusync.device.blobmaps import BlobMap, read_blob_map
 from gpusync.device.chunks import Capacities
 from gpusync.device.cuda_runtime import cuda_runtime
 from gpusync.device.layers import (
@@ -37,7 +37,7 @@ from gpusync.device.runtime import Runtime
 from gpusync.device.scratch import Scratch
 from gpusync.device.segments import DeviceChanges, ListMemory
 from gpusync.device.staging import Feeder, PinnedRing
-from gpusync.fold import BlobSource, Fold
+from gpusync.fold import Fold
 from gpusync.testing import EmulatedRuntime
 from tests import live, wire
 from tests.device.published import open_blobs, write_delta

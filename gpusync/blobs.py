@@ -1,80 +1,33 @@
-"""A published blob: its bytes at any position, and the map of its frames."""
+"""A published blob: where it lies, its bytes at any position, and the digest that its publisher states."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-
+from gpusync.digest import Hasher
 from gpusync.errors import FrameFormatError, VersionConflictError
 from gpusync.files import FileChangedError, FileStamp, OpenFiles
-from gpusync.fold import BlobSource
 from gpusync.layout import unreadable
+from gpusync.source import SourceVersion
 from gpusync.types import Encoding
 from gpusync.where import Where
 
-Positions = NDArray[np.int64]
+_PIECE_NBYTES = 1 << 20
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class BlobMap:
-    """The frames of a blob that have content, in order.
+@dataclass(frozen=True)
+class BlobSource:
+    """One tensor's blob in a published delta."""
 
-    Parameters
-    ----------
-    offset, nbytes
-        int64 (frames,): where each begins in the blob, and its compressed size. Skippable frames may lie between.
-    content_offset, content_nbytes
-        int64 (frames,): where its content begins in the payload, and its size, above 0. Without gaps.
-    blob_nbytes
-        Size of the blob.
-    """
-
-    offset: Positions
-    nbytes: Positions
-    content_offset: Positions
-    content_nbytes: Positions
-    blob_nbytes: int
+    files: OpenFiles
+    delta: SourceVersion
+    tensor: str
 
     @property
-    def count(self) -> int:
-        """Number of frames."""
-        return len(self.offset)
-
-    @property
-    def payload_nbytes(self) -> int:
-        """Bytes of all content."""
-        return self.content(0, self.count)[1]
-
-    def covering(self, begin: int, end: int) -> tuple[int, int]:
-        """Return the first frame, and the one after the last, that hold payload bytes ``begin`` to ``end``."""
-        if begin >= end:
-            return 0, 0
-        if self.count == 1:
-            return 0, 1
-        starts = self.content_offset
-        return (
-            int(starts.searchsorted(begin, "right")) - 1,
-            int(starts.searchsorted(end, "left")),
-        )
-
-    def extent(self, first: int, end: int) -> tuple[int, int]:
-        """Return where in the blob the frames from ``first`` to before ``end`` begin and end."""
-        if first == end:
-            return 0, 0
-        return int(self.offset[first]), int(self.offset[end - 1] + self.nbytes[end - 1])
-
-    def content(self, first: int, end: int) -> tuple[int, int]:
-        """Return where in the payload their content begins and ends."""
-        if first == end:
-            return 0, 0
-        last = end - 1
-        return (
-            int(self.content_offset[first]),
-            int(self.content_offset[last] + self.content_nbytes[last]),
-        )
+    def is_xor(self) -> bool:
+        """True where the payload is XORed in, so that deltas fold without the tensor."""
+        return self.delta.index is not None and self.delta.index.encoding != "overwrite"
 
 
 @dataclass(frozen=True)
@@ -158,3 +111,34 @@ def locate_blob(source: BlobSource) -> BlobFile:
         where=Where(delta.version, shard.path.name, source.tensor, begin),
         stated=stated.blob_digest if stated is not None else None,
     )
+
+
+def hash_blob(blob: BlobFile, hasher: Hasher, begin: int, end: int) -> None:
+    """Hash blob bytes ``begin`` to ``end``."""
+    if begin == end:
+        return
+    buffer = memoryview(bytearray(min(end - begin, _PIECE_NBYTES)))
+    for offset in range(begin, end, _PIECE_NBYTES):
+        piece = buffer[: min(_PIECE_NBYTES, end - offset)]
+        blob.read_into(piece, offset)
+        hasher.update(piece)
+
+
+def hold_digest(blob: BlobFile, hasher: Hasher) -> None:
+    """Hold the digest of a whole blob against the manifest's.
+
+    Raises
+    ------
+    FrameFormatError
+        They differ.
+    """
+    got = hasher.digest().hex
+    if got != blob.stated:
+        raise FrameFormatError(
+            "the blob is not the one that the manifest describes",
+            version=blob.where.version,
+            file=blob.where.file,
+            tensor=blob.where.tensor,
+            expected=blob.stated,
+            got=got,
+        )
