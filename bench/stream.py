@@ -77,6 +77,51 @@ def plan_tensors(model_nbytes: int) -> dict[str, tuple[int, ...]]:
     return tensors | {"model.norm.weight": (hidden,)}
 
 
+class Weights:
+    """A trainer's weights: bits in a mapped working copy beside the base checkpoint that is written from them.
+
+    Parameters
+    ----------
+    base_dir
+        Where the base checkpoint is written; the working copy is its sibling ``work``.
+    shapes
+        Tensor -> shape.
+    """
+
+    def __init__(self, base_dir: Path, shapes: dict[str, tuple[int, ...]], seed: int = 7) -> None:
+        self._folder = base_dir.with_name("work")
+        self._seed = seed
+        _write_base(base_dir, shapes, seed)
+        shutil.copytree(base_dir, self._folder)
+        self.bits = _map_weights(self._folder)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(bits.nbytes for bits in self.bits.values())
+
+    def move(self, density: float, version: int) -> None:
+        """Move a share of the elements of every tensor by one unit in the last place."""
+        for number, bits in enumerate(self.bits.values()):
+            rng = np.random.default_rng([self._seed, version, number])
+            flat = bits.reshape(-1).view(np.int16)
+            places = rng.integers(0, len(flat), max(1, round(len(flat) * density)))
+            flat[places] += rng.integers(0, 2, len(places), dtype=np.int16) * 2 - 1
+
+    def digests(self) -> dict[str, str]:
+        """Return tensor -> xxh3-128 hex."""
+        return {name: xxhash.xxh3_128_hexdigest(bits) for name, bits in self.bits.items()}
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors by name; they share the weights' memory."""
+        for name, bits in self.bits.items():
+            yield name, _as_bf16(bits.reshape(-1), bits.shape)
+
+    def remove(self) -> None:
+        """Remove the working copy; the maps stay readable until they are dropped."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
 def make_stream(
     root: Path,
     *,
@@ -91,11 +136,9 @@ def make_stream(
 
     Memory is bounded by the largest shard; the weights live in a mapped working copy that is removed at the end.
     """
-    base_dir, work_dir = root / "base", root / "work"
-    _write_base(base_dir, plan_tensors(model_nbytes), seed)
-    shutil.copytree(base_dir, work_dir)
-    weights = _map_weights(work_dir)
-    digests = [_digests(weights)]
+    base_dir = root / "base"
+    weights = Weights(base_dir, plan_tensors(model_nbytes), seed)
+    digests = [weights.digests()]
     publishers = {
         framing: gpusync.Publisher(
             root / f"source-{framing}",
@@ -107,19 +150,20 @@ def make_stream(
         for framing in framings
     }
     for version in range(1, versions + 1):
-        _move(weights, density, [seed, version])
-        digests.append(_digests(weights))
+        weights.move(density, version)
+        digests.append(weights.digests())
         for publisher in publishers.values():
-            publisher.publish(_tensors(weights))
+            publisher.publish(weights.tensors())
     sources = {framing: root / f"source-{framing}" for framing in framings}
-    for folder in (work_dir, *(root / f"state-{framing}" for framing in framings)):
-        shutil.rmtree(folder, ignore_errors=True)
+    weights.remove()
+    for framing in framings:
+        shutil.rmtree(root / f"state-{framing}", ignore_errors=True)
     settle(base_dir, *sources.values())
     return Stream(
         base_dir=base_dir,
         sources=sources,
         digests=tuple(digests),
-        nbytes=sum(bits.nbytes for bits in weights.values()),
+        nbytes=weights.nbytes,
         wire_nbytes={
             framing: sum(p.stat().st_size for p in source.rglob("*.safetensors"))
             for framing, source in sources.items()
@@ -185,20 +229,3 @@ def _map_weights(folder: Path) -> dict[str, NDArray[np.uint16]]:
                     data[start + begin : start + end].view(np.uint16).reshape(row["shape"])
                 )
     return weights
-
-
-def _digests(weights: dict[str, NDArray[np.uint16]]) -> dict[str, str]:
-    return {name: xxhash.xxh3_128_hexdigest(bits) for name, bits in weights.items()}
-
-
-def _move(weights: dict[str, NDArray[np.uint16]], density: float, seed: list[int]) -> None:
-    for number, bits in enumerate(weights.values()):
-        rng = np.random.default_rng([*seed, number])
-        flat = bits.reshape(-1).view(np.int16)
-        places = rng.integers(0, len(flat), max(1, round(len(flat) * density)))
-        flat[places] += rng.integers(0, 2, len(places), dtype=np.int16) * 2 - 1
-
-
-def _tensors(weights: dict[str, NDArray[np.uint16]]) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, bits in weights.items():
-        yield name, _as_bf16(bits.reshape(-1), bits.shape)
