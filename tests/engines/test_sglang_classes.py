@@ -1,0 +1,138 @@
+"""Real SGLang model classes on the CPU: what is placed, and that an update equals a load of the new checkpoint."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from safetensors.torch import save_file
+
+import gpusync
+from tests.engines import models
+from tests.engines.sglang_ranks import Ranks, ranks
+
+pytestmark = [
+    pytest.mark.skipif(
+        find_spec("sglang") is None, reason="SGLang is not installed; see `make test-engines`"
+    ),
+    pytest.mark.timeout(900),
+]
+
+HERE = "tests.engines.sglang_models"
+_EXPERTS = re.compile(r"\.experts\.\d+\.")
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[Ranks]:
+    with ranks(1) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    with ranks(2) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def two_of_experts() -> Iterator[Ranks]:
+    with ranks(2, ep_size=2) as started:
+        yield started
+
+
+class Run:
+    """A published run of one architecture, and a checkpoint of each of its versions."""
+
+    def __init__(self, kind: str, root: Path) -> None:
+        self._root = root
+        self.base = models.make_checkpoint(kind, root / "base")
+        self.source = str(root / "source")
+        self._publisher = gpusync.Publisher(self.source, self.base)
+        self.weights = models.read(self.base)
+        self.version = 0
+
+    def publish(self, only: object = None) -> str:
+        """Publish a version, and return a checkpoint of it."""
+        self.version += 1
+        self.weights = models.trained(self.weights, self.version, only=only)
+        assert self._publisher.publish(self.weights.items()) == self.version
+        return self.checkpoint(self.weights)
+
+    def checkpoint(self, weights: models.Tensors) -> str:
+        folder = self._root / f"truth_{self.version}"
+        folder.mkdir()
+        for path in self.base.iterdir():
+            if path.suffix == ".json" and "index" not in path.name:
+                (folder / path.name).write_bytes(path.read_bytes())
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+        return str(folder)
+
+
+def follow(started: Ranks, run: Run) -> None:
+    """Five updates, and a chain of three as one."""
+    base = str(run.base)
+    for _ in range(5):
+        truth = run.publish()
+        for report in started.call(f"{HERE}:update", run.source, base, run.version, truth):
+            assert (report["outcome"], report["to_version"]) == ("applied", run.version)
+            assert report["changed_bytes"] > 0
+    for _ in range(3):
+        truth = run.publish()
+    for report in started.call(f"{HERE}:update", run.source, base, run.version, truth):
+        assert report["versions"] == (6, 7, 8)
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama_tied", "qwen2", "qwen3", "qwen3_moe"])
+def test_updates_equal_loads(kind: str, tmp_path: Path, one: Ranks) -> None:
+    run = Run(kind, tmp_path)
+    one.call(f"{HERE}:load", str(run.base))
+    (report,) = one.call(f"{HERE}:attach", str(run.base))
+    assert report["placed"].keys() == run.weights.keys()
+    assert not report["refused"] and not report["dropped"]
+    follow(one, run)
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama_tied", "qwen2", "qwen3", "qwen3_moe"])
+def test_updates_of_two_ranks_equal_loads(kind: str, tmp_path: Path, two: Ranks) -> None:
+    run = Run(kind, tmp_path)
+    two.call(f"{HERE}:load", str(run.base))
+    for report in two.call(f"{HERE}:attach", str(run.base)):
+        assert report["placed"].keys() == run.weights.keys() and not report["refused"]
+    follow(two, run)
+
+
+def test_each_rank_has_its_experts(tmp_path: Path, two_of_experts: Ranks) -> None:
+    run = Run("qwen3_moe", tmp_path)
+    experts = {name for name in run.weights if _EXPERTS.search(name)}
+    two_of_experts.call(f"{HERE}:load", str(run.base))
+    first, second = two_of_experts.call(f"{HERE}:attach", str(run.base))
+    assert not first["refused"] and not second["refused"]
+    assert first["dropped"].keys() | second["dropped"].keys() == experts
+    assert not first["dropped"].keys() & second["dropped"].keys()
+    assert first["placed"].keys() - second["placed"].keys() == {*second["dropped"]}
+    follow(two_of_experts, run)
+
+
+def test_swapped_halves_are_refused_by_name(tmp_path: Path, one: Ranks) -> None:
+    run = Run("qwen3_moe", tmp_path)
+    base = str(run.base)
+    swapped = {
+        name
+        for name in run.weights
+        if re.search(r"layers\.0\.mlp\.experts\.\d+\.(gate|up)_proj", name)
+    }
+    assert len(swapped) == 16
+    one.call(f"{HERE}:load", base)
+    one.call(f"{HERE}:swap_halves", 0)
+    run.publish()
+    (reasons,) = one.call(f"{HERE}:refused", run.source, base, 1)
+    assert reasons.keys() == swapped
+    assert all("live bytes differ from" in why for why in reasons.values())
+
+    (report,) = one.call(f"{HERE}:attach", base)
+    assert report["refused"].keys() == swapped
+    (reasons,) = one.call(f"{HERE}:refused", run.source, base, 1)
+    assert reasons.keys() == swapped
