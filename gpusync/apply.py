@@ -11,16 +11,18 @@ from typing import Any, Literal
 
 import torch
 
-from gpusync.attaching import attach, attach_first, current_placement
+from gpusync.attaching import Loading, attach, attach_first, current_placement
 from gpusync.chain import Chain, start_layout
 from gpusync.devices import PathRunner, check_device, warm_up_device
-from gpusync.errors import CheckpointError, DeviceError, ModelPoisonedError, PlacementError
+from gpusync.errors import CheckpointError, DeviceError, ModelPoisonedError
 from gpusync.lists import LivePlan, plan_live
 from gpusync.live import LiveState, known_state, live_version, state_of, take_lease
 from gpusync.marker import read_marker
 from gpusync.parts import PreparedPart
 from gpusync.places import LoadWeights, Places
 from gpusync.ranks import Ranks, join
+from gpusync.relaid import plan_relaid
+from gpusync.relayout import Relayout, engine_relayout
 from gpusync.timing import StageClock, one_at_a_time
 from gpusync.types import ProgressCallback, UpdateReport
 from gpusync.update import Update, WriteBackMode
@@ -42,7 +44,7 @@ def prepare(
     write_back: WriteBackMode = "sync",
     durable: bool = True,
     untrusted_source: bool = False,
-    relayout: bool = False,
+    relayout: bool | Relayout = False,
     progress: ProgressCallback | None = None,
 ) -> Update:
     """Prepare an update while the model serves: live bytes are read and digested, never written.
@@ -59,7 +61,8 @@ def prepare(
         live elsewhere. "emulated" runs the CUDA path on host memory, for tests.
     scratch_bytes
         Cap on the scratch memory of each CUDA device, default ``GPUSYNC_SCRATCH_BYTES``; for a model on the CPU, cap on
-        its change lists, default ``GPUSYNC_CHANGE_LIST_BYTES``.
+        its change lists, default ``GPUSYNC_CHANGE_LIST_BYTES``; and on the scratch memory of a relaid module, default
+        ``GPUSYNC_RELAYOUT_BYTES``.
     write_back
         "sync": the local checkpoint's next state is staged now and swapped in by ``finish``. "background": a worker
         pulls it after commit. "none": only the live model. Without a checkpoint it is none.
@@ -76,7 +79,7 @@ def prepare(
         Only the group's store is used: any backend will do, and no collective runs. Of the ranks of one host with one
         local checkpoint, the lowest writes back.
     relayout
-        For engines that relay parameters; not part of this release.
+        See :func:`gpusync.attach`; a model with relaid modules takes it at every update.
     progress
         Called with :class:`gpusync.Progress`; an exception from it stops prepare, and nothing was changed.
 
@@ -86,7 +89,6 @@ def prepare(
         The live model and the local checkpoint are byte-identical to before. With a group, the other ranks' commit raises it
         too, and nothing is stored.
     """
-    _refuse_unsupported(relayout)
     mode = _write_back_mode(write_back, chain)
     if progress is not None:
         progress = one_at_a_time(progress)
@@ -107,7 +109,8 @@ def prepare(
         disk = None
         if mode == "sync" and folder is not None:
             disk = WriteBack(chain, folder, durable=durable, progress=progress)
-        return _prepare(model, chain, load_weights, runner, disk, mode, durable, ranks)
+        loading = Loading(load_weights, engine_relayout(relayout))
+        return _prepare(model, chain, loading, runner, disk, mode, durable, ranks)
     except BaseException as err:
         ranks.refuse(err)
         raise
@@ -124,7 +127,7 @@ def apply_to_model(
     write_back: WriteBackMode = "sync",
     durable: bool = True,
     untrusted_source: bool = False,
-    relayout: bool = False,
+    relayout: bool | Relayout = False,
     progress: ProgressCallback | None = None,
 ) -> UpdateReport:
     """Prepare, commit and finish an update of a live model in one call.
@@ -159,11 +162,6 @@ def warmup(device: str = "auto") -> None:
     warm_up_device(device)
 
 
-def _refuse_unsupported(relayout: bool) -> None:
-    if relayout:
-        raise PlacementError("relaid parameters are not part of this release")
-
-
 def _write_back_mode(asked: WriteBackMode, chain: Chain) -> WriteBackMode:
     if asked not in ("sync", "background", "none"):
         raise DeviceError("write_back is not sync, background or none", got=asked)
@@ -173,7 +171,7 @@ def _write_back_mode(asked: WriteBackMode, chain: Chain) -> WriteBackMode:
 def _prepare(
     model: torch.nn.Module,
     chain: Chain,
-    load_weights: LoadWeights | None,
+    loading: Loading,
     runner: PathRunner,
     disk: WriteBack | None,
     mode: WriteBackMode,
@@ -185,13 +183,16 @@ def _prepare(
     lease = take_lease(model)
     try:
         with clock.stage("attach"):
-            state = state_of(model) or attach_first(model, chain, load_weights)
-        plan = _plan(model, state, chain)
+            state = state_of(model) or attach_first(model, chain, loading)
+        plan = _plan(model, state, chain, loading.relayout)
         stands_at = _disk_version(chain)
         parts = _prepare_both(plan, disk, chain, runner, clock)
         report = _first_report(state, chain, plan, parts, mode, clock)
         notes = (*report.notes, *ranks.notes, *_earlier(chain))
         report = replace(report, disk_version=stands_at, notes=notes)
+        if plan is not None:
+            relaid = [part.relaid for part in parts if part.relaid is not None]
+            plan = replace(plan, relaid=None, relaid_after=relaid[0] if relaid else None)
         changes = [part.changes for part in parts]
         return Update(
             model, state, chain, plan, changes, disk, report, clock, durable, lease, ranks
@@ -203,7 +204,9 @@ def _prepare(
         raise
 
 
-def _plan(model: torch.nn.Module, state: LiveState, chain: Chain) -> LivePlan | None:
+def _plan(
+    model: torch.nn.Module, state: LiveState, chain: Chain, relayout: Relayout | None
+) -> LivePlan | None:
     """Plan the live side; None where the model stands at or above the target."""
     version, target = state.identity.version, chain.target_version
     if target > 0:
@@ -216,7 +219,11 @@ def _plan(model: torch.nn.Module, state: LiveState, chain: Chain) -> LivePlan | 
     if route.start != "applied":
         names |= start_layout(chain, route, None).file_of.keys()
     placement = current_placement(model, state, chain, names)
-    return plan_live(chain, route, placement, state.places or Places(), state.identity)
+    plan = plan_live(chain, route, placement, state.places or Places(), state.identity)
+    if state.relaid is None:
+        return plan
+    work = plan_relaid(chain, route, placement, state.relaid, state.identity, relayout)
+    return replace(plan, relaid=work)
 
 
 def _prepare_both(
@@ -292,7 +299,7 @@ def _first_report(
         device=next((name for name in devices if name != "cpu"), "cpu"),
         write_back=mode,
         versions=tuple(delta.version for delta in route.deltas) if route is not None else (),
-        tensors_changed=len(plan.tensors) if plan is not None else 0,
+        tensors_changed=plan.changed if plan is not None else 0,
         changed_bytes=sum(part.changes.changed_bytes for part in parts),
         change_list_bytes=sum(part.changes.nbytes for part in parts),
         wire_bytes=route.wire_nbytes if route is not None else 0,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from gpusync.chain import Chain
@@ -17,28 +17,66 @@ from gpusync.digest import fingerprint
 from gpusync.errors import FormatError, PlacementError, SourceNotReadyError
 from gpusync.experts import match_slices
 from gpusync.files import OpenFiles
-from gpusync.fold import Bytes, Fold, run_parallel
 from gpusync.layout import Layout, absolute_path, read_layout, unreadable
 from gpusync.lists import layout_at
 from gpusync.live import LiveState, keep_state, state_of, take_lease
 from gpusync.marker import Marker, MarkerState, read_marker
-from gpusync.materialize import NOTHING_TO_FOLD, plan_tensor
 from gpusync.placement import (
+    RELAID,
     Placement,
-    Region,
     live_tensors,
     moved,
     place_by_name,
-    reading,
     refused,
-    wait_for_writes,
 )
 from gpusync.places import LoadWeights, Places, trace_places
-from gpusync.slices import Slice
+from gpusync.probe import find_relaid
+from gpusync.proof import DIFFER, prove
+from gpusync.relayout import Relayout, engine_relayout
 from gpusync.types import AttachReport
 
+log = logging.getLogger(__name__)
+
 _ATTACH_ATTEMPTS = 3
-_DIFFER = "live bytes differ from"
+_MAY_BE_RELAID = "; where the engine rearranges its module after loading, relayout=True may take it"
+
+
+@dataclass(frozen=True)
+class Loading:
+    """How the engine loads the model: its loader, and what it does to modules after that; None where it has neither."""
+
+    load_weights: LoadWeights | None = None
+    relayout: Relayout | None = None
+
+
+@dataclass(frozen=True)
+class _Attached:
+    """A proven model, and the checkpoint that it was proven against."""
+
+    state: LiveState
+    placement: Placement
+    layout: Layout
+
+    def report(self, seconds: float) -> AttachReport:
+        places = self.state.places or Places()
+        relaid = self.state.relaid.names() if self.state.relaid is not None else {}
+
+        def nbytes(names: Iterable[str]) -> int:
+            return sum(self.layout.entry(name).nbytes for name in names)
+
+        return AttachReport(
+            version=self.state.identity.version,
+            placed=_placed(self.placement),
+            placed_bytes=self.placement.nbytes,
+            dropped=places.dropped,
+            relaid=relaid,
+            refused=places.refused,
+            unmanaged=self.placement.unmanaged,
+            seconds=seconds,
+            dropped_bytes=nbytes(places.dropped),
+            relaid_bytes=sum(region.nbytes for region in self.placement.relaid.values()),
+            refused_bytes=nbytes(places.refused),
+        )
 
 
 def attach(
@@ -47,7 +85,7 @@ def attach(
     *,
     load_weights: LoadWeights | None = None,
     version: int | None = None,
-    relayout: bool = False,
+    relayout: bool | Relayout = False,
 ) -> AttachReport:
     """Place a checkpoint's tensors in a live model, and prove by bytes that the model holds that checkpoint.
 
@@ -64,7 +102,9 @@ def attach(
     version
         The version that the checkpoint is; default its marker's, else 0.
     relayout
-        Accept relaid parameters; there are none in a plain module.
+        What the engine does to its modules after loading (see :class:`gpusync.relayout.Relayout`; the mounts in
+        :mod:`gpusync.engines` pass their own for True): tensors that it rearranges are then relaid, where that is proven to be
+        a pure relayout. A plain module has none.
 
     Raises
     ------
@@ -73,28 +113,29 @@ def attach(
         no tensor has a place.
     SourceNotReadyError, FormatError
         The folder is not a readable checkpoint.
+    OutOfScratchError
+        A module to be relaid does not fit into scratch memory.
     """
-    if relayout:
-        raise PlacementError("relaid parameters are not part of this release")
     start = time.monotonic()
     folder = absolute_path(checkpoint_dir, SourceNotReadyError, "checkpoint_dir")
     state_of(model)
     lease = take_lease(model)
     try:
-        state, placement = _attach(model, folder, version, load_weights)
-        keep_state(model, state)
+        loading = Loading(load_weights, engine_relayout(relayout))
+        attached = _attach(model, folder, version, loading)
+        keep_state(model, attached.state)
     finally:
         lease.give_back()
-    places = state.places or Places()
-    return AttachReport(
-        version=state.identity.version,
-        placed=_placed(placement),
-        placed_bytes=placement.nbytes,
-        dropped=places.dropped,
-        refused=places.refused,
-        unmanaged=placement.unmanaged,
-        seconds=time.monotonic() - start,
+    report = attached.report(time.monotonic() - start)
+    log.info(
+        "model_attached version=%d placed=%d relaid=%d dropped=%d refused=%d",
+        report.version,
+        len(report.placed),
+        len(report.relaid),
+        len(report.dropped),
+        len(report.refused),
     )
+    return report
 
 
 def _placed(placement: Placement) -> dict[str, tuple[str, ...]]:
@@ -104,9 +145,7 @@ def _placed(placement: Placement) -> dict[str, tuple[str, ...]]:
     return placed
 
 
-def attach_first(
-    model: torch.nn.Module, chain: Chain, load_weights: LoadWeights | None
-) -> LiveState:
+def attach_first(model: torch.nn.Module, chain: Chain, loading: Loading) -> LiveState:
     """Attach a model at its first update: to the local checkpoint it was loaded from, else to the base.
 
     Without either the model is taken to hold version 0; then the digests of what changes are the only proof. Nobody sees
@@ -122,7 +161,7 @@ def attach_first(
         if folder is None or (folder == chain.checkpoint and read_marker(folder).marker is None):
             continue
         try:
-            state, _ = _attach(model, folder, None, load_weights)
+            state = _attach(model, folder, None, loading).state
             _refuse_differing(state)
         except (PlacementError, SourceNotReadyError, FormatError) as err:
             failures.append(err)
@@ -131,7 +170,7 @@ def attach_first(
         return state
     if failures:
         raise failures[-1]
-    if load_weights is not None:
+    if loading.load_weights is not None:
         raise PlacementError(
             "a placement by the model's loader takes a checkpoint or base that says which tensors there are"
         )
@@ -143,7 +182,7 @@ def attach_first(
 def _refuse_differing(state: LiveState) -> None:
     """Refuse a model of which some bytes are not the checkpoint's: of another version, or rearranged after loading."""
     reasons = state.places.refused if state.places is not None else {}
-    differing = {name: why for name, why in reasons.items() if why.startswith(_DIFFER)}
+    differing = {name: why for name, why in reasons.items() if why.startswith(DIFFER)}
     if differing:
         raise refused(
             {
@@ -166,7 +205,9 @@ def current_placement(
     if state.places is None:
         return place_by_name(model, dict.fromkeys(names))
     now = state.places.place(model)
-    gone = moved(state.spans, now)
+    # Relaid tensors are held against the digest of their bytes at each update, wherever they are.
+    spans = {at: span for at, span in state.spans.items() if at[1] != RELAID}
+    gone = moved(spans, now)
     if gone:
         _prove_again(model, state, chain, gone)
         now = state.places.place(model)
@@ -174,75 +215,12 @@ def current_placement(
     return now
 
 
-def prove(
-    placement: Placement, layout: Layout, files: OpenFiles, settings: Settings
-) -> dict[str, str]:
-    """Compare every placed region with the checkpoint's bytes; return the tensors that differ, with where."""
-    fold = Fold(settings.piece_bytes, settings.workers)
-
-    def one(name: str) -> tuple[str, int | None]:
-        plan = plan_tensor(name, layout, NOTHING_TO_FOLD, files, known={}, from_local=False)
-        region = placement.regions.get(name)
-        parts = placement.slices.get(name, ())
-        sink = _CompareSink(region) if region is not None else _CompareSlices(parts)
-        with reading(region.device if region is not None else parts[0].device):
-            fold.run(plan.nbytes, plan.origin, (), sink, ())
-        return name, sink.first_difference
-
-    wait_for_writes(placement)
-    names = sorted(
-        placement.regions.keys() | placement.slices.keys(),
-        key=lambda name: layout.entry(name).nbytes,
-        reverse=True,
-    )
-    found = dict(run_parallel(one, names, settings.workers))
-    return {
-        name: f"{_DIFFER} {layout.folder} at byte {offset} of the tensor"
-        for name, offset in found.items()
-        if offset is not None
-    }
-
-
-class _CompareSink:
-    """Notes the first byte at which a tensor differs from live memory."""
-
-    def __init__(self, region: Region) -> None:
-        self._region = region
-        self.first_difference: int | None = None
-
-    def write(self, piece: Bytes, offset: int) -> None:
-        if self.first_difference is not None:
-            return
-        live = self._region.read(offset, piece.size)
-        if not np.array_equal(piece, live):
-            self.first_difference = offset + int(np.flatnonzero(piece != live)[0])
-
-
-class _CompareSlices:
-    """Notes the first byte at which a tensor differs from a slice of it."""
-
-    def __init__(self, parts: Sequence[Slice]) -> None:
-        self._parts = parts
-        self.first_difference: int | None = None
-
-    def write(self, piece: Bytes, offset: int) -> None:
-        if self.first_difference is not None:
-            return
-        for part in self._parts:
-            range_ = part.part_of(offset, piece.size)
-            if range_[0] < range_[1] and not np.array_equal(
-                part.from_tensor(piece, offset, range_), part.from_live(range_)
-            ):
-                self.first_difference = offset
-                return
-
-
 def _attach(
     model: torch.nn.Module,
     folder: Path,
     version: int | None,
-    load_weights: LoadWeights | None,
-) -> tuple[LiveState, Placement]:
+    loading: Loading,
+) -> _Attached:
     """Prove a model against a folder that stands still meanwhile.
 
     Shards of one version under the marker of the next would give the model an identity that its bytes do not have.
@@ -250,13 +228,13 @@ def _attach(
     for attempt in range(1, _ATTACH_ATTEMPTS + 1):
         found = read_marker(folder)
         try:
-            state, placement = _proven(model, folder, found, version, load_weights)
+            attached = _proven(model, folder, found, version, loading)
         except (PlacementError, SourceNotReadyError, FormatError):
             if attempt == _ATTACH_ATTEMPTS or read_marker(folder) == found:
                 raise
             continue
         if read_marker(folder) == found:
-            return state, placement
+            return attached
     raise SourceNotReadyError(
         "the checkpoint was swapped each time it was read; attach again", file=str(folder)
     )
@@ -267,23 +245,33 @@ def _proven(
     folder: Path,
     found: MarkerState,
     version: int | None,
-    load_weights: LoadWeights | None,
-) -> tuple[LiveState, Placement]:
+    loading: Loading,
+) -> _Attached:
     settings = Settings.from_env()
     with OpenFiles(settings.max_open_files, settings.source_retries) as files:
         layout = read_layout(folder, files, settings)
-        places = _places(model, layout, files, load_weights)
-        placement = places.place(model)
-        differ = prove(placement, layout, files, settings)
-    if differ and 2 * len(places.live_names(differ)) >= len(places.live_names(places.copies)):
+        if loading.load_weights is not None and loading.relayout is not None:
+            search = find_relaid(
+                model, layout, files, settings, loading.load_weights, loading.relayout
+            )
+            places, relaid, differ = search.places, search.relaid, dict(search.failed)
+            is_other = search.is_other_checkpoint
+        else:
+            places, relaid = _places(model, layout, files, loading.load_weights), None
+            differ = prove(places.place(model), layout, files, settings)
+            bad, all_names = places.live_names(differ), places.live_names(places.copies)
+            is_other = bool(differ) and 2 * len(bad) >= len(all_names)
+    if is_other:
         raise refused(
             differ
         )  # not rearranged here and there: it is another checkpoint that the model holds
-    if differ:
-        places = places.less(differ)
-        placement = places.place(model)
-    state = LiveState(_identity(found, layout, version), places.without_shapes(), placement.spans())
-    return state, placement
+    if differ and relaid is None and loading.load_weights is not None:
+        differ = {name: why + _MAY_BE_RELAID for name, why in differ.items()}
+    places = places.less(differ)
+    placement = places.place(model)
+    identity = _identity(found, layout, version)
+    state = LiveState(identity, places.without_shapes(), placement.spans(), relaid=relaid)
+    return _Attached(state, placement, layout)
 
 
 def _places(

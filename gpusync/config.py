@@ -32,6 +32,8 @@ class Settings:
     scratch_bytes
         Cap on the scratch memory of a CUDA device while an update is prepared; 0 means the smaller of 1 GiB and a quarter
         of what is free.
+    relayout_bytes
+        Cap on the host memory in which the new tensors of one relaid module are made.
     device_list_bytes
         Cap on the change lists in the memory of a CUDA device, beyond which they go to pinned host memory; 0 means a
         quarter of what is free.
@@ -56,6 +58,7 @@ class Settings:
     max_header_bytes: int = 100_000_000
     change_list_bytes: int = 2048 * _MIB
     scratch_bytes: int = 0
+    relayout_bytes: int = 8192 * _MIB
     device_list_bytes: int = 0
     ring_bytes: int = 32 * _MIB
     source_retries: int = 2

@@ -20,6 +20,7 @@ from gpusync.lists import LivePlan, check_shared
 from gpusync.materialize import TensorPlan
 from gpusync.parts import PreparedPart
 from gpusync.placement import refused
+from gpusync.relaid import prepare_relaid
 from gpusync.testing import emulated_runtime
 from gpusync.timing import Meter
 from gpusync.types import Digest, ProgressCallback
@@ -69,7 +70,8 @@ class PathRunner:
     device
         "auto": every tensor on the device that its live bytes are on.
     scratch_bytes
-        Cap on the scratch memory of each device, and on the change lists in host memory; None for the settings'.
+        Cap on the scratch memory of each device, on that of a relaid module, and on the change lists in host memory; None for
+        the settings'.
     """
 
     def __init__(
@@ -105,6 +107,9 @@ class PathRunner:
             self._part(plan, path, where, tensors, fold, budget, meter)
             for (path, where), tensors in self._paths(plan).items()
         ]
+        if plan.relaid is not None:
+            cap = self._scratch_bytes or self._settings.relayout_bytes
+            parts.append(prepare_relaid(plan.relaid, fold, budget, cap, meter))
         digests: dict[str, Digest] = {}
         for part in parts:
             digests.update(part.digests)
@@ -147,6 +152,9 @@ class PathRunner:
             if where.type != _ON[path]
             for tensor in tensors
         }
+        if plan.relaid is not None and path == "cuda":
+            for name in plan.relaid.regions:
+                reasons[name] = "relaid, which is host work, and device 'cuda' was asked for"
         if reasons:
             raise refused(reasons)
         return {(path, where): tensors for where, tensors in found.items()}

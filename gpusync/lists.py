@@ -15,26 +15,38 @@ from gpusync.fold import RegionOrigin
 from gpusync.layout import Layout, read_layout
 from gpusync.marker import Marker, read_marker
 from gpusync.materialize import TensorPlan, plan_tensor
-from gpusync.parts import LiveWork
+from gpusync.parts import LiveWork, RelaidWork
 from gpusync.placement import Placement, refused
 from gpusync.places import Places
+from gpusync.relayout import Relaid
 from gpusync.route import Route, check_targets
 from gpusync.types import Digest
 
 
 @dataclass(frozen=True)
 class LivePlan:
-    """What an update does to a model: tensors to fold, with the region of each."""
+    """What an update does to a model: tensors to fold, with the region of each, and relaid modules.
+
+    ``relaid_after`` is what will be known of relaid modules then, where any changes.
+    """
 
     route: Route
     placement: Placement
     tensors: tuple[TensorPlan, ...]
     identity_after: Marker
+    relaid: RelaidWork | None = None
+    relaid_after: Relaid | None = None
 
     @property
     def nbytes(self) -> int:
-        """Live bytes of the tensors that may change."""
-        return sum(tensor.nbytes for tensor in self.tensors)
+        """Bytes of the tensors that are folded."""
+        whole = self.relaid.nbytes if self.relaid is not None else 0
+        return whole + sum(tensor.nbytes for tensor in self.tensors)
+
+    @property
+    def changed(self) -> int:
+        """Number of tensors that may change."""
+        return len(self.tensors) + (self.relaid.changed if self.relaid is not None else 0)
 
     def work(self, tensors: Sequence[TensorPlan]) -> LiveWork:
         """Return the part of the plan that these tensors are."""
@@ -63,7 +75,7 @@ class LivePlan:
 def plan_live(
     chain: Chain, route: Route, placement: Placement, places: Places, identity: Marker
 ) -> LivePlan:
-    """Plan the update of a placed model along a route; tensors that the model dropped are left out.
+    """Plan the update of a placed model along a route; tensors that the model dropped, or that are relaid, are left out.
 
     Raises
     ------
@@ -75,6 +87,7 @@ def plan_live(
     if route.start == "applied":
         names = {name for delta in route.deltas for name in delta.digests} - places.dropped.keys()
         _refuse(places, names)
+        names -= places.relaid.keys()
         whole = names - placement.slices.keys()
         tensors = [_plan_patch(name, route, placement, chain) for name in sorted(whole)]
         planned = [tensor for tensor in tensors if tensor is not None]
@@ -127,7 +140,7 @@ def _plan_slices(
     sliced = sorted(names & placement.slices.keys())
     if not sliced:
         return []
-    wholes = _whole_tensors(chain, route, identity)
+    wholes = whole_tensors(chain, route, identity)
     reasons = {
         name: f"the model holds slices of it, and nothing has the whole: {wholes.missing}"
         for name in sliced
@@ -139,7 +152,7 @@ def _plan_slices(
 
 
 @dataclass(frozen=True)
-class _Wholes:
+class Wholes:
     """Where whole tensors come from: a layout by tensor, and the deltas from there to the target."""
 
     layout: Layout | None
@@ -152,42 +165,46 @@ class _Wholes:
     def layout_of(self) -> Collection[str]:
         return self.layout.file_of if self.layout is not None else ()
 
-    def plan(self, chain: Chain, name: str) -> TensorPlan:
-        """Plan a whole tensor, to be held against the digest that the target's last delta gives."""
+    def plan(self, chain: Chain, name: str, unchanged: Digest | None = None) -> TensorPlan:
+        """Plan a whole tensor, to be held against the digest that the target's last delta gives.
+
+        ``unchanged`` is what one that no delta of the target names must have.
+        """
         if self.layout is None:
             raise refused({name: self.missing})
         files = chain.source.files
         plan = plan_tensor(name, self.layout, self.route, files, known={}, from_local=False)
-        expected = next(
+        published = (
             delta.digests[name] for delta in reversed(self.target.deltas) if name in delta.digests
         )
+        expected = next(published, unchanged)
         return replace(plan, expected=expected, origin_is_live=self.is_live)
 
 
-def _whole_tensors(chain: Chain, route: Route, identity: Marker) -> _Wholes:
+def whole_tensors(chain: Chain, route: Route, identity: Marker) -> Wholes:
     """Find the bytes of whole tensors: at the model's version, at the target, or at the base with every delta since.
 
     Any of them will do: the published digest proves the whole.
     """
     layout = layout_at(chain, identity)
     if layout is not None:
-        return _Wholes(layout, route, route, True, "")
+        return Wholes(layout, route, route, True, "")
     found = read_marker(chain.checkpoint).marker if chain.checkpoint is not None else None
     if chain.checkpoint is not None and found is not None and found.version == chain.target_version:
         layout = read_layout(chain.checkpoint, chain.source.files, chain.settings)
-        return _Wholes(layout, Route("applied", found.version, 0), route, False, "")
+        return Wholes(layout, Route("applied", found.version, 0), route, False, "")
     if chain.base_dir is not None:
         with contextlib.suppress(ChainError, SourceNotReadyError):
             since_base = chain.route(0)
             if since_base.start == "applied":
                 layout = read_layout(chain.base_dir, chain.source.files, chain.settings)
-                return _Wholes(layout, since_base, route, False, "")
+                return Wholes(layout, since_base, route, False, "")
     stands = (
         f"the local checkpoint is at version {found.version}"
         if found is not None
         else ("there is no local checkpoint")
     )
-    return _Wholes(
+    return Wholes(
         None,
         route,
         route,
@@ -232,7 +249,7 @@ def _plan_replacement(
     layout = start_layout(chain, route, None)
     check_targets(route, layout)
     _refuse(places, layout.file_of)
-    wanted = layout.file_of.keys() - places.dropped.keys()
+    wanted = layout.file_of.keys() - places.dropped.keys() - places.relaid.keys()
     placed = placement.regions.keys() | placement.slices.keys()
     missing = placed - wanted
     extra = wanted - placed

@@ -15,6 +15,7 @@ from gpusync.errors import ModelPoisonedError, PlacementError
 from gpusync.marker import Marker
 from gpusync.placement import Spans
 from gpusync.places import Places
+from gpusync.relayout import Relaid
 
 
 @dataclass
@@ -30,12 +31,15 @@ class LiveState:
         names only what changes).
     spans
         Addresses of the regions as they were last seen. Not the storages: an engine may free them.
+    relaid
+        What is known of modules that the engine rearranges after loading; None where there are none.
     """
 
     identity: Marker
     places: Places | None = None
     spans: Spans = field(default_factory=dict)
     poisoned: bool = False
+    relaid: Relaid | None = None
 
 
 class Lease:

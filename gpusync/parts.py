@@ -9,6 +9,7 @@ from typing import Protocol
 from gpusync.errors import ModelPoisonedError
 from gpusync.materialize import TensorPlan
 from gpusync.placement import Region
+from gpusync.relayout import Relaid, Relayout
 from gpusync.slices import Slice
 from gpusync.types import Digest, StageTimes
 
@@ -103,6 +104,35 @@ class LiveWork:
 
 
 @dataclass(frozen=True)
+class RelaidWork:
+    """Relaid modules that may change.
+
+    Parameters
+    ----------
+    relaid
+        All that are known, as they are now.
+    tensors
+        Every tensor of each module that may change, by module.
+    regions
+        The live tensors that hold them, by name.
+    relayout
+        The engine's.
+    changed
+        How many of the tensors may change; the others are only made anew, for their module.
+    """
+
+    relaid: Relaid
+    tensors: Mapping[str, tuple[TensorPlan, ...]]
+    regions: Mapping[str, Region]
+    relayout: Relayout
+    changed: int
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensors in self.tensors.values() for tensor in tensors)
+
+
+@dataclass(frozen=True)
 class PreparedPart:
     """A part that is verified and ready to be stored.
 
@@ -118,6 +148,8 @@ class PreparedPart:
         The part's own, where it has several; they overlap.
     notes
         Whatever took another way than asked, with the reason.
+    relaid
+        What will be known of relaid modules once the part is stored; None for a part without.
     """
 
     device: str
@@ -127,6 +159,7 @@ class PreparedPart:
     reasons: Mapping[str, str]
     stages: StageTimes = field(default_factory=StageTimes)
     notes: tuple[str, ...] = ()
+    relaid: Relaid | None = None
 
 
 def commit_parts(parts: Sequence[LiveChanges]) -> None:

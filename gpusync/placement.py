@@ -28,6 +28,9 @@ Spans = Mapping[tuple[str, int], tuple[int, int]]
 """Address and size of each tensor's region, or of its slices by number: what may be kept of a placement without keeping
 the storages."""
 
+RELAID = -1
+"""The number of a region that is relaid; the name is the live tensor's."""
+
 
 @dataclass(frozen=True)
 class Region:
@@ -67,15 +70,20 @@ class Region:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where checkpoint tensors live: whole in one region, or in slices. ``unmanaged`` are live names without either."""
+    """Where checkpoint tensors live: whole in one region, or in slices.
+
+    ``relaid`` gives the regions of live tensors, by their own names, that an engine rearranges after loading. ``unmanaged``
+    are live names without any of these.
+    """
 
     regions: Mapping[str, Region]
     unmanaged: tuple[str, ...]
     slices: Mapping[str, tuple[Slice, ...]] = field(default_factory=dict)
+    relaid: Mapping[str, Region] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
-        """Live bytes placed, shared storages once."""
+        """Live bytes placed, shared storages once; without those that are relaid."""
         whole = {region.address: region.nbytes for region in self.regions.values()}
         return sum(whole.values()) + sum(part.nbytes for part in self._parts())
 
@@ -88,16 +96,24 @@ class Placement:
             spans |= {
                 (name, number): (part.address, part.nbytes) for number, part in enumerate(parts)
             }
+        for name, region in self.relaid.items():
+            spans[name, RELAID] = (region.address, region.nbytes)
         return spans
 
     def live_names(self) -> set[str]:
-        """Return the parameters and buffers that hold placed bytes."""
-        whole = {name for region in self.regions.values() for name in region.live_names}
+        """Return the parameters and buffers that hold placed or relaid bytes."""
+        regions = itertools.chain(self.regions.values(), self.relaid.values())
+        whole = {name for region in regions for name in region.live_names}
         return whole | {name for part in self._parts() for name in part.live_names}
 
     def devices(self) -> set[torch.device]:
         whole = {region.device for region in self.regions.values()}
         return whole | {part.device for part in self._parts()}
+
+    def memory(self) -> Iterator[torch.Tensor]:
+        """Yield a flat tensor over the live storage of each region and slice."""
+        yield from (region.data for region in self.regions.values())
+        yield from (part.data for part in self._parts())
 
     def _parts(self) -> Iterator[Slice]:
         return itertools.chain.from_iterable(self.slices.values())

@@ -15,6 +15,7 @@ from gpusync.header import tensor_nbytes
 from gpusync.placement import (
     Placement,
     Region,
+    byte_view,
     live_tensors,
     partial_overlaps,
     place_by_name,
@@ -72,6 +73,10 @@ class Places:
         Pairs of those live names that shared bytes.
     dropped, refused
         Tensors that have no place here, and those that cannot be updated in place, each with the reason.
+    relaid
+        Tensors that the engine rearranges after loading, each with its module.
+    rearranged
+        The live tensors that hold those, as they were when the model was attached.
     """
 
     entries: Mapping[str, TensorEntry | None] = field(default_factory=dict)
@@ -81,6 +86,8 @@ class Places:
     overlaps: frozenset[tuple[str, str]] = frozenset()
     dropped: Mapping[str, str] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
+    relaid: Mapping[str, str] = field(default_factory=dict)
+    rearranged: Mapping[str, Anchor] = field(default_factory=dict)
 
     def is_whole(self, name: str, part: Slice) -> bool:
         """Return whether a slice is all of its tensor, contiguous."""
@@ -98,9 +105,8 @@ class Places:
         PlacementError
             A tensor has no place any more, with a reason for each.
         """
-        if not self.copies:
-            return place_by_name(model, self.entries)
-        return _place_copies(model, self)
+        placed = _place_copies(model, self) if self.copies else place_by_name(model, self.entries)
+        return _with_rearranged(model, placed, self.rearranged) if self.rearranged else placed
 
     def anchored(self, model: torch.nn.Module, entries: Mapping[str, TensorEntry]) -> Places:
         """Return these places with what later placements are held against: the model and checkpoint as they are now."""
@@ -164,7 +170,7 @@ def _place_copies(model: torch.nn.Module, places: Places) -> Placement:
             names_of.setdefault(tensor.untyped_storage().data_ptr(), []).append(name)
     regions: dict[str, Region] = {}
     slices: dict[str, tuple[Slice, ...]] = {}
-    reasons = _rearranged(live, places)
+    reasons = _retied(live, places)
     for name, copies in places.copies.items():
         parts: list[Slice] = []
         for copy in copies:
@@ -191,7 +197,49 @@ def _place_copies(model: torch.nn.Module, places: Places) -> Placement:
     return replace(placed, unmanaged=tuple(sorted(live.keys() - placed.live_names())))
 
 
-def _rearranged(live: Mapping[str, torch.Tensor], places: Places) -> dict[str, str]:
+def _with_rearranged(
+    model: torch.nn.Module, placed: Placement, rearranged: Mapping[str, Anchor]
+) -> Placement:
+    """Add the regions of live tensors that are rearranged after loading."""
+    live = live_tensors(model)
+    regions: dict[str, Region] = {}
+    reasons: dict[str, str] = {}
+    taken = {data.untyped_storage().data_ptr() for data in placed.memory()}
+    for name, before in rearranged.items():
+        found = _rearranged_bytes(live.get(name), before)
+        if isinstance(found, str):
+            reasons[name] = found
+            continue
+        address = found.untyped_storage().data_ptr()
+        if found.numel() and address in taken:
+            reasons[name] = "it shares its storage, and is rearranged after loading"
+        taken.add(address)
+        names = tuple(other for other, tensor in live.items() if tensor is live[name])
+        regions[name] = Region(found, names)
+    if reasons:
+        raise refused(reasons)
+    placed = replace(placed, relaid=regions)
+    return replace(placed, unmanaged=tuple(sorted(live.keys() - placed.live_names())))
+
+
+def _rearranged_bytes(tensor: torch.Tensor | None, before: Anchor) -> torch.Tensor | str:
+    """Return the flat bytes of a rearranged live tensor, or why they cannot be reached."""
+    if tensor is None:
+        return "its parameter is gone"
+    reason = reachable(tensor)
+    if reason is not None:
+        return reason
+    if not before.is_alike(Anchor.of(tensor)):
+        return "it has another shape, layout or dtype than when the model was attached"
+    if not tensor.is_contiguous():
+        return "not contiguous in memory"
+    end = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
+    if tensor.untyped_storage().nbytes() < end:
+        return "its storage was freed or offloaded"
+    return byte_view(tensor)
+
+
+def _retied(live: Mapping[str, torch.Tensor], places: Places) -> dict[str, str]:
     """Return a reason for each live tensor that has come to share bytes with another, or does so no more."""
     used = {name: live[name] for name in places.anchors if name in live}
     changed = find_overlaps(used) ^ places.overlaps

@@ -82,6 +82,17 @@ class Slice:
         """Return a part's live bytes, copied."""
         return self._gather(self.data, self.live_begin, self.live_stride, part)
 
+    def fill(self, piece: Bytes, offset: int) -> None:
+        """Write what a piece of the tensor, which begins at ``offset``, has of the slice to where it lies in ``data``."""
+        part = self.part_of(offset, piece.size)
+        source = torch.from_numpy(piece)
+        for run, column, runs, width in self._blocks(*part):
+            begin = self.tensor_begin - offset + run * self.tensor_stride + column
+            to = self.live_begin + run * self.live_stride + column
+            torch.as_strided(self.data, (runs, width), (self.live_stride, 1), to).copy_(
+                torch.as_strided(source, (runs, width), (self.tensor_stride, 1), begin)
+            )
+
     def live_positions(self, q: NDArray[np.intp]) -> NDArray[np.intp]:
         """Return where in ``data`` bytes of the slice lie."""
         if self.runs == 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -208,19 +209,60 @@ class PullReport(Report):
 class AttachReport(Report):
     """Where the checkpoint's tensors live in a model.
 
-    ``placed`` maps tensor to its destinations; ``dropped``, ``relaid`` and ``refused`` map tensor to the reason.
-    ``unmanaged`` are parameters and buffers that no checkpoint tensor feeds; updates leave them alone.
+    Parameters
+    ----------
+    placed, relaid
+        Tensor to the live tensors that hold it: as it is, or rearranged by the engine together with its module's others.
+    dropped, refused
+        Tensor to the reason why it is not in this model, or cannot be updated in place.
+    unmanaged
+        Parameters and buffers that no checkpoint tensor feeds; updates leave them alone.
+    placed_bytes, relaid_bytes
+        Live bytes, those that tensors share counted once.
+    dropped_bytes, refused_bytes
+        Bytes in the checkpoint.
     """
 
     version: int
     placed: Mapping[str, tuple[str, ...]]
     placed_bytes: int
     dropped: Mapping[str, str] = field(default_factory=dict)
-    relaid: Mapping[str, str] = field(default_factory=dict)
+    relaid: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
     unmanaged: tuple[str, ...] = ()
     proof: str = "bytes"
     seconds: float = 0.0
+    dropped_bytes: int = 0
+    relaid_bytes: int = 0
+    refused_bytes: int = 0
+
+    def __str__(self) -> str:
+        """Return the report for people: a line per kind, and each reason once with the tensors that it is about."""
+        lines = [
+            f"attached at version {self.version}, proven by {self.proof}, {self.seconds:.1f} s"
+        ]
+        for kind, names, nbytes, where in (
+            ("placed", self.placed, self.placed_bytes, "live"),
+            ("relaid", self.relaid, self.relaid_bytes, "live"),
+            ("dropped", self.dropped, self.dropped_bytes, "in the checkpoint"),
+            ("refused", self.refused, self.refused_bytes, "in the checkpoint"),
+        ):
+            lines.append(f"  {kind:<9} {len(names):>6} tensors {nbytes:>15,} bytes {where}")
+            if kind in ("dropped", "refused"):
+                lines += _reasons(self.dropped if kind == "dropped" else self.refused)
+        lines.append(f"  unmanaged {len(self.unmanaged):>6} parameters and buffers")
+        return "\n".join(lines)
+
+
+def _reasons(reasons: Mapping[str, str]) -> list[str]:
+    """Return a line for each reason, with how many tensors it is about and the first of them."""
+    names_of: dict[str, list[str]] = {}
+    for name, reason in sorted(reasons.items()):
+        names_of.setdefault(re.sub(r"\d+", "#", reason), []).append(name)
+    return [
+        f"    {len(names)} ({names[0]}{', ...' if len(names) > 1 else ''}): {reasons[names[0]]}"
+        for names in names_of.values()
+    ]
 
 
 @dataclass(frozen=True)

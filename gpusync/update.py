@@ -201,6 +201,7 @@ class Update:
             self._ranks.settle(failure, self._take_back)
             if self._plan is not None:
                 self._state.identity = self._plan.identity_after
+                self._state.relaid = self._plan.relaid_after or self._state.relaid
         except (PlacementError, DeviceError):
             self._abandon()
             raise

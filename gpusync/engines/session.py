@@ -15,6 +15,7 @@ import torch
 from gpusync.apply import Update, attach, live_version, prepare
 from gpusync.chain import open_chain
 from gpusync.errors import DeviceError, GpuSyncError, PlacementError
+from gpusync.relayout import Relayout
 from gpusync.types import AttachReport, UpdateReport
 
 log = logging.getLogger(__name__)
@@ -42,15 +43,26 @@ class Session:
     """Updates of one live model, one at a time.
 
     An engine calls from its worker's loop; what is prepared in the background runs in a thread of the session's own.
+
+    Parameters
+    ----------
+    mount
+        The engine around the model.
+    relayout
+        Returns what the engine does to modules after loading them, for ``relayout=True``; None for an engine that offers
+        nothing.
     """
 
-    def __init__(self, mount: Mount) -> None:
+    def __init__(self, mount: Mount, relayout: Callable[[], Relayout] | None = None) -> None:
         self._mount = mount
+        self._relayout = relayout
         self._job: Future[Update] | None = None
         self._is_committed = False
         self._reload_reason: str | None = None
 
-    def attach(self, checkpoint_dir: str, version: int | None = None) -> AttachReport:
+    def attach(
+        self, checkpoint_dir: str, version: int | None = None, relayout: bool = False
+    ) -> AttachReport:
         """Place and prove the model against the checkpoint that it was loaded from; see :func:`gpusync.attach`."""
         self._expect_usable(attaching=True)
         report = attach(
@@ -58,6 +70,7 @@ class Session:
             checkpoint_dir,
             load_weights=self._mount.load_weights,
             version=version,
+            relayout=self._relaying(relayout),
         )
         self._reload_reason = None
         return report
@@ -72,6 +85,7 @@ class Session:
         background: bool = False,
         pre_read_hook: str | None = None,
         visibility_timeout_seconds: float = 0.0,
+        relayout: bool = False,
         **options: Any,
     ) -> None:
         """Prepare an update.
@@ -82,6 +96,8 @@ class Session:
             See :func:`gpusync.open_chain`.
         background
             Return at once: the engine goes on serving meanwhile. ``commit`` waits for the end and raises what went wrong.
+        relayout
+            Take tensors that the engine rearranges after loading as well; see :func:`gpusync.attach`.
         options
             Those of :func:`gpusync.prepare`.
 
@@ -110,7 +126,12 @@ class Session:
             group = self._mount.group()
             load_weights = self._mount.load_weights
             return prepare(
-                self._mount.model(), chain, load_weights=load_weights, group=group, **options
+                self._mount.model(),
+                chain,
+                load_weights=load_weights,
+                group=group,
+                relayout=self._relaying(relayout),
+                **options,
             )
 
         if background and live_version(self._mount.model()) is None:
@@ -183,6 +204,9 @@ class Session:
     def version(self) -> int | None:
         """The version that is live; None before the model was attached, after a reload, or once it is poisoned."""
         return None if self._reload_reason is not None else live_version(self._mount.model())
+
+    def _relaying(self, wanted: bool) -> Relayout | Literal[False]:
+        return self._relayout() if wanted and self._relayout is not None else False
 
     def _result(self, job: Future[Update]) -> Update:
         try:

@@ -17,8 +17,10 @@ from typing import Any, Literal
 import torch
 
 from gpusync.engines.session import Session, named_errors, to_plain
+from gpusync.engines.vllm_relayout import VllmRelayout
 from gpusync.engines.vllm_weights import check_derived, why_not
 from gpusync.errors import DeviceError
+from gpusync.relayout import Relayout
 from gpusync.types import UpdateReport
 
 log = logging.getLogger(__name__)
@@ -75,6 +77,10 @@ class VllmMount:
     def why_not(self) -> str | None:
         return why_not(self._get_model(), self._vllm_config)
 
+    def relayout(self) -> Relayout:
+        """Return what vLLM does to layers after loading; for ``relayout=True``."""
+        return VllmRelayout(self._get_model)
+
     def group(self) -> Any:
         if self._vllm_config.parallel_config.world_size <= 1:
             return None
@@ -88,13 +94,16 @@ class WorkerExtension:
     An error reaches the caller as text that begins with its class, for example ``PlacementError: ...``.
     """
 
-    def gpusync_attach(self, checkpoint_dir: str, version: int | None = None) -> dict[str, Any]:
+    def gpusync_attach(
+        self, checkpoint_dir: str, version: int | None = None, relayout: bool = False
+    ) -> dict[str, Any]:
         """Place and prove the model against the checkpoint it was loaded from; see :func:`gpusync.attach`.
 
+        ``relayout`` takes experts that vLLM rearranges after loading as well; then every update is prepared with it, too.
         Without this call the first update does it. An update that is prepared in the background needs it.
         """
         with named_errors():
-            return to_plain(_session_of(self).attach(checkpoint_dir, version))
+            return to_plain(_session_of(self).attach(checkpoint_dir, version, relayout))
 
     def gpusync_prepare(
         self,
@@ -201,7 +210,8 @@ class WeightTransferBackend:
         self.device = device
         self.report: UpdateReport | None = None
         """Report of the last update."""
-        self._session = Session(VllmMount(lambda: model, vllm_config))
+        mount = VllmMount(lambda: model, vllm_config)
+        self._session = Session(mount, mount.relayout)
         self._init_info: InitInfo | None = None
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> InitInfo:
@@ -278,7 +288,7 @@ def _session_of(worker: Any) -> Session:
     session: Session | None = vars(worker).get("_gpusync")
     if session is None:
         mount = VllmMount(lambda: worker.model_runner.get_model(), worker.vllm_config)
-        session = worker._gpusync = Session(mount)
+        session = worker._gpusync = Session(mount, mount.relayout)
         for method, reason in _REPLACING.items():
             if hasattr(worker, method):
                 _notice(worker, method, session, reason)
