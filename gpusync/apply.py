@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -15,14 +16,18 @@ from gpusync.attaching import Loading, attach, attach_first, current_placement
 from gpusync.chain import Chain, start_layout
 from gpusync.devices import PathRunner, check_device, warm_up_device
 from gpusync.errors import CheckpointError, DeviceError, ModelPoisonedError
-from gpusync.lists import LivePlan, plan_live
+from gpusync.lists import LivePlan, offers_of, plan_live
 from gpusync.live import LiveState, known_state, live_version, state_of, take_lease
 from gpusync.marker import read_marker
 from gpusync.parts import PreparedPart
+from gpusync.placement import Placement
 from gpusync.places import LoadWeights, Places
-from gpusync.ranks import Ranks, join
+from gpusync.ranks import Limits, Ranks, join
 from gpusync.relaid import plan_relaid
 from gpusync.relayout import Relayout, engine_relayout
+from gpusync.route import Route
+from gpusync.sharefile import ShareFile
+from gpusync.shares import Agreement, Offer
 from gpusync.timing import StageClock, one_at_a_time
 from gpusync.types import ProgressCallback, UpdateReport
 from gpusync.update import Update, WriteBackMode
@@ -31,6 +36,9 @@ from gpusync.writeback import WriteBack, take_error
 __all__ = ["Update", "apply_to_model", "attach", "live_version", "prepare", "warmup"]
 
 log = logging.getLogger(__name__)
+
+_BUFFERS = 4
+"""What an exchange needs its limit for: bytes to send, bytes that came, and the sums of these twice."""
 
 
 def prepare(
@@ -76,8 +84,10 @@ def prepare(
     group
         A torch.distributed process group: its ranks update together, all or none. Each of them calls this once per update,
         in the same order, with its own model, and waits here for the others, at most ``GPUSYNC_VOTE_TIMEOUT_SECONDS``.
-        Only the group's store is used: any backend will do, and no collective runs. Of the ranks of one host with one
-        local checkpoint, the lowest writes back.
+        Of the group itself only the store is used: any backend will do, and no collective of it runs. Tensors of which the
+        ranks hold slices that together are the whole (on 16-byte borders, published with xxh3-128) are proven by them
+        together, over a gloo group of our own in host memory; they need no checkpoint. Of the ranks of one host with one local
+        checkpoint, the lowest writes back.
     relayout
         See :func:`gpusync.attach`; a model with relaid modules takes it at every update.
     progress
@@ -101,7 +111,8 @@ def prepare(
     )
     state_of(model)  # a poisoned model's rank is to be replaced, and has no part in a vote
     folder = chain.checkpoint if mode != "none" else None
-    ranks = join(group, folder, chain.settings.vote_timeout_seconds)
+    limits = Limits(chain.settings.vote_timeout_seconds, chain.settings.exchange_bytes // _BUFFERS)
+    ranks = join(group, folder, limits)
     try:
         check_device(device)
         if not ranks.writes_back:
@@ -184,11 +195,22 @@ def _prepare(
     try:
         with clock.stage("attach"):
             state = state_of(model) or attach_first(model, chain, loading)
-        plan = _plan(model, state, chain, loading.relayout)
+        way = _find_way(model, state, chain)
+        agreement = ranks.agree(way.offers if way is not None else {})
         stands_at = _disk_version(chain)
-        parts = _prepare_both(plan, disk, chain, runner, clock)
+        with contextlib.closing(_share_file(way, agreement)) as shares:
+            plan = None
+            if way is not None:
+                plan = way.plan(chain, state, loading.relayout, agreement, shares)
+            parts = _prepare_both(plan, disk, chain, runner, clock)
+            try:
+                with clock.stage("ranks"):
+                    ranks.prove(agreement, shares)
+            except BaseException:
+                _undo_staging(disk)
+                raise
         report = _first_report(state, chain, plan, parts, mode, clock)
-        notes = (*report.notes, *ranks.notes, *_earlier(chain))
+        notes = (*report.notes, *ranks.notes, *_proofs(plan, agreement), *_earlier(chain))
         report = replace(report, disk_version=stands_at, notes=notes)
         if plan is not None:
             relaid = [part.relaid for part in parts if part.relaid is not None]
@@ -204,10 +226,36 @@ def _prepare(
         raise
 
 
-def _plan(
-    model: torch.nn.Module, state: LiveState, chain: Chain, relayout: Relayout | None
-) -> LivePlan | None:
-    """Plan the live side; None where the model stands at or above the target."""
+@dataclass(frozen=True)
+class _Way:
+    """A model's way to the target, and where its changed tensors are."""
+
+    route: Route
+    placement: Placement
+    offers: Mapping[str, Offer]
+
+    def plan(
+        self,
+        chain: Chain,
+        state: LiveState,
+        relayout: Relayout | None,
+        agreement: Agreement,
+        shares: ShareFile,
+    ) -> LivePlan:
+        """Plan the live side; the shares of what the ranks prove together go into ``shares``."""
+        places = state.places or Places()
+        plan = plan_live(chain, self.route, self.placement, places, state.identity, agreement)
+        plan = replace(plan, shares=shares)
+        if state.relaid is None:
+            return plan
+        work = plan_relaid(
+            chain, self.route, self.placement, state.relaid, state.identity, relayout
+        )
+        return replace(plan, relaid=work)
+
+
+def _find_way(model: torch.nn.Module, state: LiveState, chain: Chain) -> _Way | None:
+    """Find the way to the target; None where the model stands at or above it."""
     version, target = state.identity.version, chain.target_version
     if target > 0:
         chain.check_identity(state.identity)
@@ -219,11 +267,27 @@ def _plan(
     if route.start != "applied":
         names |= start_layout(chain, route, None).file_of.keys()
     placement = current_placement(model, state, chain, names)
-    plan = plan_live(chain, route, placement, state.places or Places(), state.identity)
-    if state.relaid is None:
-        return plan
-    work = plan_relaid(chain, route, placement, state.relaid, state.identity, relayout)
-    return replace(plan, relaid=work)
+    return _Way(route, placement, offers_of(route, placement, state.places or Places()))
+
+
+def _share_file(way: _Way | None, agreement: Agreement) -> ShareFile:
+    """Return room for the shares of what this rank has to prove along with others."""
+    offers = way.offers if way is not None else {}
+    return ShareFile({name: offer for name, offer in offers.items() if name in agreement.tensors})
+
+
+def _proofs(plan: LivePlan | None, agreement: Agreement) -> list[str]:
+    """What a report should say of tensors in slices, where there are other ranks."""
+    sliced = {tensor.name for tensor in plan.tensors} if plan is not None else set()
+    together = sliced & agreement.tensors.keys()
+    notes = [f"{len(together)} tensor(s) in slices were proven by all ranks together"] * bool(
+        together
+    )
+    alone = Counter(agreement.reasons[name] for name in sliced & agreement.reasons.keys())
+    return notes + [
+        f"{count} tensor(s) in slices were proven by this rank alone, from the whole: {why}"
+        for why, count in alone.most_common()
+    ]
 
 
 def _prepare_both(
@@ -250,13 +314,16 @@ def _prepare_both(
             if disk is not None and staging is not None:
                 disk.stop()
                 wait([staging])
-                try:
-                    disk.discard()
-                except (
-                    CheckpointError
-                ) as err:  # the next pull clears it; why prepare failed matters more
-                    log.warning("staging_left reason=%s", err)
+                _undo_staging(disk)
             raise
+
+
+def _undo_staging(disk: WriteBack | None) -> None:
+    if disk is not None:
+        try:
+            disk.discard()
+        except CheckpointError as err:  # the next pull clears it; why prepare failed matters more
+            log.warning("staging_left reason=%s", err)
 
 
 def _disk_version(chain: Chain) -> int | None:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from gpusync.digest import new_hasher
 from gpusync.errors import KernelError, ModelPoisonedError, OutOfScratchError
 from gpusync.fold import Bytes
+from gpusync.sharefile import ShareWriter
 from gpusync.slices import Slice
 from gpusync.types import Algorithm, Digest
 
@@ -268,13 +269,25 @@ class SliceSink:
     """Lists what changes in slices of a tensor while its new bytes are folded.
 
     A list makes of the live words what the new ones are, whatever they were; the digest of the whole tensor is whoever's
-    folds it.
+    folds it, or whoever's adds up the slices' shares.
+
+    Parameters
+    ----------
+    shares
+        Take each slice's new bytes; none where the whole tensor is folded.
     """
 
-    def __init__(self, tensor: str, slices: Sequence[Slice], budget: ListBudget) -> None:
+    def __init__(
+        self,
+        tensor: str,
+        slices: Sequence[Slice],
+        budget: ListBudget,
+        shares: Sequence[ShareWriter] = (),
+    ) -> None:
         self._tensor = tensor
         self._slices = slices
         self._budget = budget
+        self._shares = shares
         self._made: list[RegionChanges] = []
 
     def write(self, piece: Bytes, offset: int) -> None:
@@ -282,13 +295,21 @@ class SliceSink:
         if offset == 0 and self._made:
             self._budget.give_back(sum(made.nbytes for made in self._made))
             self._made = []
-        for part in self._slices:
+        if offset == 0:
+            for share in self._shares:
+                share.restart()
+        for number, part in enumerate(self._slices):
             begin, end = part.part_of(offset, piece.size)
             if begin < end:
-                self._collect(part, part.from_tensor(piece, offset, (begin, end)), begin, end)
+                new = part.from_tensor(piece, offset, (begin, end))
+                self._collect(part, new, begin, end)
+                if self._shares:
+                    self._shares[number].write(begin, new)
 
     def finish(self) -> list[RegionChanges]:
-        """Return the finished lists."""
+        """Return the finished lists; the shares are complete."""
+        for share in self._shares:
+            share.finish()
         return self._made
 
     def _collect(self, part: Slice, new: Bytes, begin: int, end: int) -> None:

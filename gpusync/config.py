@@ -45,6 +45,8 @@ class Settings:
         How long a pre-read hook may take.
     vote_timeout_seconds
         How long a rank waits for the others of its group, in each stage of an update.
+    exchange_bytes
+        Host memory that a rank exchanges digests' sums with the others of its group through.
     swap
         "auto": stage a second copy where there is room, else roll shard by shard; "staged" or "rolling" force one.
     reserve_bytes
@@ -64,6 +66,7 @@ class Settings:
     source_retries: int = 2
     hook_timeout_seconds: float = 600.0
     vote_timeout_seconds: float = 600.0
+    exchange_bytes: int = 64 * _MIB
     swap: str = "auto"
     reserve_bytes: int = 64 * _MIB
 
@@ -100,6 +103,7 @@ class Settings:
             "reserve_bytes",
             "scratch_bytes",
             "device_list_bytes",
+            "exchange_bytes",
         ):
             if getattr(self, name) < 0:
                 raise ValueError(f"GPUSYNC_{name.upper()} is negative")

@@ -76,12 +76,16 @@ def prepare_host(work: LiveWork, fold: Fold, budget: ListBudget, meter: Meter) -
 def _list_slices(
     tensor: TensorPlan, work: LiveWork, fold: Fold, budget: ListBudget, meter: Meter
 ) -> list[RegionChanges]:
-    """Fold a whole tensor, of which the model holds slices, and list what changes in those."""
-    algorithms = (tensor.expected.algorithm,) if tensor.expected is not None else ()
-    sink = SliceSink(tensor.name, work.slices[tensor.name], budget)
+    """Fold a tensor of which the model holds slices, and list what changes in those.
+
+    The whole is held against the published digest here, unless the ranks do that together.
+    """
+    shares = work.share_writers(tensor.name)
+    algorithms = (tensor.expected.algorithm,) if tensor.expected is not None and not shares else ()
+    sink = SliceSink(tensor.name, work.slices[tensor.name], budget, shares)
     digests = fold.run(tensor.nbytes, tensor.origin, tensor.blobs, sink, algorithms, meter.add)
-    if tensor.expected is not None and digests[tensor.expected.algorithm] != tensor.expected:
-        raise mismatch(tensor, digests[tensor.expected.algorithm])
+    if algorithms and digests[algorithms[0]] != tensor.expected:
+        raise mismatch(tensor, digests[algorithms[0]])
     return sink.finish()
 
 

@@ -12,6 +12,7 @@ from gpusync.blobs import BlobSource
 from gpusync.chain import Chain, identity_after, start_layout
 from gpusync.errors import ChainError, PlacementError, SourceNotReadyError
 from gpusync.fold import RegionOrigin
+from gpusync.header import tensor_nbytes
 from gpusync.layout import Layout, read_layout
 from gpusync.marker import Marker, read_marker
 from gpusync.materialize import TensorPlan, plan_tensor
@@ -20,6 +21,9 @@ from gpusync.placement import Placement, refused
 from gpusync.places import Places
 from gpusync.relayout import Relaid
 from gpusync.route import Route, check_targets
+from gpusync.sharefile import ShareFile
+from gpusync.shares import Agreement, Extent, Offer, SharedTensor
+from gpusync.slices import SlicesOrigin
 from gpusync.types import Digest
 
 
@@ -36,6 +40,7 @@ class LivePlan:
     identity_after: Marker
     relaid: RelaidWork | None = None
     relaid_after: Relaid | None = None
+    shares: ShareFile | None = None
 
     @property
     def nbytes(self) -> int:
@@ -56,6 +61,7 @@ class LivePlan:
             {name: region for name, region in self.placement.regions.items() if name in names},
             shared_regions(self.placement),
             {name: parts for name, parts in self.placement.slices.items() if name in names},
+            self.shares,
         )
 
     def by_device(self) -> dict[torch.device, list[TensorPlan]]:
@@ -72,10 +78,38 @@ class LivePlan:
         return found
 
 
+def offers_of(route: Route, placement: Placement, places: Places) -> dict[str, Offer]:
+    """Return the changed tensors that a model holds slices of, and that its ranks may prove together."""
+    offers: dict[str, Offer] = {}
+    if (
+        route.start != "applied"
+    ):  # no digests are published for what a full version or the base brings
+        return offers
+    for delta in route.deltas:
+        for name in delta.digests.keys() & placement.slices.keys() & places.kinds.keys():
+            digest = delta.digests[name]
+            nbytes = tensor_nbytes(*places.kinds[name])
+            offers.pop(name, None)
+            if digest.algorithm == "xxh3-128" and nbytes:
+                extents = tuple(map(Extent.of, placement.slices[name]))
+                offers[name] = Offer(nbytes, digest.hex, delta.version, extents)
+    return offers
+
+
 def plan_live(
-    chain: Chain, route: Route, placement: Placement, places: Places, identity: Marker
+    chain: Chain,
+    route: Route,
+    placement: Placement,
+    places: Places,
+    identity: Marker,
+    agreement: Agreement,
 ) -> LivePlan:
     """Plan the update of a placed model along a route; tensors that the model dropped, or that are relaid, are left out.
+
+    Parameters
+    ----------
+    agreement
+        What the ranks prove together: of these tensors the live slices are enough.
 
     Raises
     ------
@@ -91,7 +125,12 @@ def plan_live(
         whole = names - placement.slices.keys()
         tensors = [_plan_patch(name, route, placement, chain) for name in sorted(whole)]
         planned = [tensor for tensor in tensors if tensor is not None]
-        planned += _plan_slices(chain, route, placement, identity, names)
+        sliced = names & placement.slices.keys()
+        together = sliced & agreement.tensors.keys()
+        planned += [
+            _plan_share(agreement.tensors[name], route, placement, chain) for name in together
+        ]
+        planned += _plan_slices(chain, route, identity, sliced - together, agreement.reasons)
     else:
         planned = _plan_replacement(chain, route, placement, places)
     planned.sort(key=lambda tensor: tensor.nbytes, reverse=True)
@@ -100,11 +139,7 @@ def plan_live(
 
 def _plan_patch(name: str, route: Route, placement: Placement, chain: Chain) -> TensorPlan | None:
     """Plan one changed tensor against its live bytes; None for a second name of a tensor that changes alike."""
-    blobs = tuple(
-        BlobSource(chain.source.files, delta, name)
-        for delta in route.deltas
-        if name in delta.digests
-    )
+    blobs = _blobs(name, route, chain)
     region = placement.regions.get(name)
     if region is None:
         _check_alias(name, route, placement)
@@ -121,6 +156,14 @@ def _plan_patch(name: str, route: Route, placement: Placement, chain: Chain) -> 
     )
 
 
+def _blobs(name: str, route: Route, chain: Chain) -> tuple[BlobSource, ...]:
+    return tuple(
+        BlobSource(chain.source.files, delta, name)
+        for delta in route.deltas
+        if name in delta.digests
+    )
+
+
 def _check_alias(name: str, route: Route, placement: Placement) -> None:
     """A published name without a region must be a tied second name, with the first one's digest in every delta."""
     owner = next(
@@ -133,22 +176,47 @@ def _check_alias(name: str, route: Route, placement: Placement) -> None:
             raise refused({name: "the model was attached to a checkpoint without this tensor"})
 
 
+def _plan_share(
+    tensor: SharedTensor, route: Route, placement: Placement, chain: Chain
+) -> TensorPlan:
+    """Plan a changed tensor of which all ranks together hold the whole: from the live slices, for those alone."""
+    name = tensor.name
+    return TensorPlan(
+        name,
+        "",
+        0,
+        tensor.nbytes,
+        SlicesOrigin(placement.slices[name]),
+        _blobs(name, route, chain),
+        Digest("xxh3-128", tensor.digest),
+        origin_is_live=True,
+    )
+
+
 def _plan_slices(
-    chain: Chain, route: Route, placement: Placement, identity: Marker, names: set[str]
+    chain: Chain,
+    route: Route,
+    identity: Marker,
+    sliced: Collection[str],
+    why_not_together: Mapping[str, str],
 ) -> list[TensorPlan]:
     """Plan changed tensors of which the model holds slices: a slice alone cannot be held against the whole's digest."""
-    sliced = sorted(names & placement.slices.keys())
     if not sliced:
         return []
     wholes = whole_tensors(chain, route, identity)
     reasons = {
         name: f"the model holds slices of it, and nothing has the whole: {wholes.missing}"
+        + (
+            f"; the ranks cannot prove it together: {why_not_together[name]}"
+            if name in why_not_together
+            else ""
+        )
         for name in sliced
         if name not in wholes.layout_of
     }
     if reasons:
         raise refused(reasons)
-    return [wholes.plan(chain, name) for name in sliced]
+    return [wholes.plan(chain, name) for name in sorted(sliced)]
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from gpusync.errors import ModelPoisonedError
 from gpusync.materialize import TensorPlan
 from gpusync.placement import Region
 from gpusync.relayout import Relaid, Relayout
+from gpusync.sharefile import ShareFile, ShareWriter
 from gpusync.slices import Slice
 from gpusync.types import Digest, StageTimes
 
@@ -84,6 +85,8 @@ class LiveWork:
         Largest first.
     regions, slices
         Where each of them lives: whole, or in parts.
+    shares
+        Where the shares of those slices go that the ranks prove together; the others are proven by the whole tensor.
     shared
         Address of each storage that several checkpoint tensors share to their names, sorted.
     """
@@ -92,10 +95,15 @@ class LiveWork:
     regions: Mapping[str, Region]
     shared: Mapping[int, tuple[str, ...]]
     slices: Mapping[str, tuple[Slice, ...]] = field(default_factory=dict)
+    shares: ShareFile | None = None
 
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors)
+
+    def share_writers(self, name: str) -> tuple[ShareWriter, ...]:
+        """Return what takes the new bytes of a tensor's slices, by number; none where the ranks do not prove it."""
+        return self.shares.writers(name) if self.shares is not None else ()
 
     def names_beside(self, name: str) -> tuple[str, ...]:
         """Return all names of a tensor's storage, sorted: the first one has the change list."""

@@ -12,6 +12,7 @@ Keys of the group's store, below "gpusync/"::
     N/STAGE/RANK      what the rank says in a stage of round N
     N/STAGE/count     how many have spoken; the last one judges
     N/STAGE/verdict   set once; everyone goes by it
+    N/channel/STAGE/  how the ranks find each other for an exchange in that stage (channel.py)
     N/left            ranks that are done with the round; the last one clears its keys
 """
 
@@ -33,11 +34,13 @@ from gpusync.marker import current_boot_id
 
 T = TypeVar("T")
 Message = Mapping[str, Any]
-Stage = Literal["hello", "vote", "outcome", "undone"]
+Stage = Literal["hello", "slices", "sums", "vote", "outcome", "undone"]
 
-STAGES: tuple[Stage, ...] = ("hello", "vote", "outcome", "undone")
+STAGES: tuple[Stage, ...] = ("hello", "slices", "sums", "vote", "outcome", "undone")
 _SILENCE: dict[Stage, str] = {
     "hello": "did not begin the update",
+    "slices": "did not say which slices it holds",
+    "sums": "did not get ready to prove them",
     "vote": "did not vote",
     "outcome": "did not say whether it stored",
     "undone": "did not say whether it took its stores back",
@@ -200,6 +203,29 @@ class Round:
         text = json.dumps(asdict(verdict))
         key = self._key(stage, "verdict")
         return _verdict(self._board.ask(lambda store: store.compare_set(key, "", text)))
+
+    def look_around(self) -> None:
+        """Between stages: raise where another rank has failed, or its process has ended.
+
+        Raises
+        ------
+        GpuSyncError
+            The other rank's; DeviceError for one that has ended.
+        """
+        found = self.verdict("vote")
+        if found is not None and not found.go:
+            raise found.exception()
+        ended = self._ended([rank for rank in range(self._size) if rank != self.rank])
+        if ended:
+            who = ", ".join(map(str, ended))
+            raise DeviceError(
+                f"rank {who} has ended; nothing was stored", rank=ended[0], ranks=ended
+            )
+
+    @property
+    def channel_prefix(self) -> str:
+        """What the keys of a group for this round alone begin with."""
+        return f"{self._at}/channel"
 
     def verdict(self, stage: Stage) -> Verdict | None:
         """Return a stage's verdict, None where there is none yet."""

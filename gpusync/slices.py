@@ -78,6 +78,14 @@ class Slice:
             torch.from_numpy(piece), self.tensor_begin - offset, self.tensor_stride, part
         )
 
+    def into_tensor(self, piece: Bytes, offset: int, part: tuple[int, int]) -> None:
+        """Copy a part's live bytes into a piece of the tensor that begins at ``offset`` and holds them."""
+        memory = torch.from_numpy(piece)
+        into = self._views(memory, self.tensor_begin - offset, self.tensor_stride, part)
+        out_of = self._views(self.data, self.live_begin, self.live_stride, part)
+        for view, live in zip(into, out_of, strict=True):
+            view.copy_(live)
+
     def from_live(self, part: tuple[int, int]) -> Bytes:
         """Return a part's live bytes, copied."""
         return self._gather(self.data, self.live_begin, self.live_stride, part)
@@ -113,20 +121,26 @@ class Slice:
     def _gather(
         self, memory: torch.Tensor, begin: int, stride: int, part: tuple[int, int]
     ) -> Bytes:
-        views = [
-            torch.as_strided(
-                memory,
-                (runs, width),
-                (stride, 1),
-                memory.storage_offset() + begin + run * stride + column,
-            ).reshape(-1)
-            for run, column, runs, width in self._blocks(*part)
-        ]
+        views = [view.reshape(-1) for view in self._views(memory, begin, stride, part)]
         if not views:
             return np.empty(0, np.uint8)
         gathered = torch.cat(views) if len(views) > 1 else views[0].clone()
         array: Bytes = gathered.cpu().numpy()
         return array
+
+    def _views(
+        self, memory: torch.Tensor, begin: int, stride: int, part: tuple[int, int]
+    ) -> list[torch.Tensor]:
+        """Return a part as views of memory that has the first run at ``begin``, and the others a stride apart."""
+        return [
+            torch.as_strided(
+                memory,
+                (runs, width),
+                (stride, 1),
+                memory.storage_offset() + begin + run * stride + column,
+            )
+            for run, column, runs, width in self._blocks(*part)
+        ]
 
     def _blocks(self, begin: int, end: int) -> Iterator[tuple[int, int, int, int]]:
         """Yield (run, column, runs, width): the rest of a run, whole runs, and the begin of one."""
@@ -138,6 +152,19 @@ class Slice:
                 runs, width = (end - begin) // self.run_nbytes, self.run_nbytes
             yield run, column, runs, width
             begin += runs * width
+
+
+@dataclass(frozen=True)
+class SlicesOrigin:
+    """A tensor as slices of it are live, for who needs no other bytes of it: those between are left as they come."""
+
+    parts: tuple[Slice, ...]
+
+    def read_into(self, piece: Bytes, offset: int) -> None:
+        for part in self.parts:
+            range_ = part.part_of(offset, piece.size)
+            if range_[0] < range_[1]:
+                part.into_tensor(piece, offset, range_)
 
 
 def slices_of(copy: Copy, data: torch.Tensor, live_names: tuple[str, ...]) -> list[Slice]:

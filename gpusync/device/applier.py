@@ -38,7 +38,7 @@ from gpusync.device.scratch import Scratch
 from gpusync.device.segments import DeviceChanges, ListMemory, Segment
 from gpusync.device.selftest import nvcomp_is_trusted
 from gpusync.device.staging import Feeder, NeedsHost, PinnedRing
-from gpusync.errors import DeviceError, KernelError, ModelPoisonedError
+from gpusync.errors import DecodeError, DeviceError, KernelError, ModelPoisonedError
 from gpusync.fold import Fold, run_parallel, shut_down
 from gpusync.materialize import TensorPlan
 from gpusync.parts import LiveWork, PreparedPart
@@ -183,11 +183,12 @@ class _Preparation:
         with self._clock.stage("dry_pass"):
             doubtful = {to.tensor.name: to.tensor for to in planned if to.needs_proof}
             proven = prove_on_host(
-                [*empty, *doubtful.values()], self._runtime, self._fold, self._work.slices
+                [*empty, *doubtful.values()], self._runtime, self._fold, self._work
             )
         tensors: list[DeviceTensor] = []
         segments: list[Segment] = []
-        digests = {tensor.name: proven[tensor.name].whole for tensor in empty}
+        wholes = {tensor.name: proven[tensor.name].whole for tensor in empty}
+        digests = {name: whole for name, whole in wholes.items() if whole is not None}
         if planned:
             tensors, verdict, segments = self._run_until_settled(planned)
             self._judge(planned, verdict, proven)
@@ -309,15 +310,18 @@ class _Preparation:
             )
         for to, bad in zip(planned, verdict.bad.tolist(), strict=True):
             if bad:
-                raise explain(to.tensor, self._runtime, self._fold, "could not decode a blob")
+                raise self._explain(to, "could not decode a blob")
         if verdict.stopped:
             raise KernelError("the device stopped without saying at which tensor")
         for to, value in zip(planned, verdict.digests, strict=True):
             expected = to.expected(proven)
             if expected is not None and expected.hex != f"{value:032x}":
-                raise explain(to.tensor, self._runtime, self._fold, "digested other bytes")
+                raise self._explain(to, "digested other bytes")
         if verdict.unlike:
             raise KernelError("a change list is not what the digest pass counted")
+
+    def _explain(self, to: _Destination, what: str) -> DecodeError:
+        return explain(to.tensor, self._runtime, self._fold, self._work, what)
 
     def _part(
         self,

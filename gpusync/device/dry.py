@@ -9,7 +9,7 @@ so that the error is the one that the CPU path raises for those bytes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gpusync.device.runtime import Runtime
@@ -17,6 +17,8 @@ from gpusync.digest import Hasher, new_hasher
 from gpusync.errors import DecodeError
 from gpusync.fold import Bytes, Fold, run_parallel
 from gpusync.materialize import TensorPlan, mismatch
+from gpusync.parts import LiveWork
+from gpusync.sharefile import ShareWriter
 from gpusync.slices import Slice
 from gpusync.types import Algorithm, Digest
 
@@ -30,19 +32,19 @@ def needs_dry_pass(tensor: TensorPlan) -> bool:
 
 @dataclass(frozen=True)
 class Proof:
-    """xxh3-128 of a tensor's new bytes, which are the published ones, and of each slice of it that the model holds."""
+    """xxh3-128 of a tensor's new bytes, which are the published ones, and of each slice of it that the model holds.
 
-    whole: Digest
+    ``whole`` is None where only slices were folded, which the ranks prove together.
+    """
+
+    whole: Digest | None
     slices: tuple[Digest, ...] = ()
 
 
 def prove_on_host(
-    tensors: Sequence[TensorPlan],
-    runtime: Runtime,
-    fold: Fold,
-    slices: Mapping[str, tuple[Slice, ...]],
+    tensors: Sequence[TensorPlan], runtime: Runtime, fold: Fold, work: LiveWork
 ) -> dict[str, Proof]:
-    """Fold tensors on the host and return their proofs.
+    """Fold tensors on the host and return their proofs; shares are written where the ranks prove slices together.
 
     The engine's queued writes to the live bytes must be done.
 
@@ -54,10 +56,13 @@ def prove_on_host(
 
     def one(tensor: TensorPlan) -> tuple[str, Proof]:
         runtime.enter_thread()
+        sink = _SliceDigests(work.slices.get(tensor.name, ()), work.share_writers(tensor.name))
+        if sink.shares:
+            fold.run(tensor.nbytes, tensor.origin, tensor.blobs, sink, ())
+            return tensor.name, Proof(None, sink.digests())
         algorithms = {DEVICE_ALGORITHM}
         if tensor.expected is not None:
             algorithms.add(tensor.expected.algorithm)
-        sink = _SliceDigests(slices.get(tensor.name, ()))
         digests = fold.run(tensor.nbytes, tensor.origin, tensor.blobs, sink, algorithms)
         if tensor.expected is not None and digests[tensor.expected.algorithm] != tensor.expected:
             raise mismatch(tensor, digests[tensor.expected.algorithm])
@@ -69,23 +74,34 @@ def prove_on_host(
 class _SliceDigests:
     """Digests slices of a tensor while its bytes are folded."""
 
-    def __init__(self, slices: Sequence[Slice]) -> None:
+    def __init__(self, slices: Sequence[Slice], shares: Sequence[ShareWriter]) -> None:
         self._slices = slices
         self._hashers: list[Hasher] = []
+        self.shares = shares
 
     def write(self, piece: Bytes, offset: int) -> None:
         if offset == 0:
             self._hashers = [new_hasher(DEVICE_ALGORITHM) for _ in self._slices]
-        for part, hasher in zip(self._slices, self._hashers, strict=True):
+            for share in self.shares:
+                share.restart()
+        for number, part in enumerate(self._slices):
             range_ = part.part_of(offset, piece.size)
             if range_[0] < range_[1]:
-                hasher.update(part.from_tensor(piece, offset, range_).data)
+                new = part.from_tensor(piece, offset, range_)
+                self._hashers[number].update(new.data)
+                if self.shares:
+                    self.shares[number].write(range_[0], new)
 
     def digests(self) -> tuple[Digest, ...]:
+        """Return the slices' digests; the shares are complete."""
+        for share in self.shares:
+            share.finish()
         return tuple(hasher.digest() for hasher in self._hashers)
 
 
-def explain(tensor: TensorPlan, runtime: Runtime, fold: Fold, what: str) -> DecodeError:
+def explain(
+    tensor: TensorPlan, runtime: Runtime, fold: Fold, work: LiveWork, what: str
+) -> DecodeError:
     """Raise what the CPU path raises for a tensor that the device found bad; where it finds nothing, return our error.
 
     Parameters
@@ -93,7 +109,7 @@ def explain(tensor: TensorPlan, runtime: Runtime, fold: Fold, what: str) -> Deco
     what
         What the device saw.
     """
-    prove_on_host([tensor], runtime, fold, {})
+    prove_on_host([tensor], runtime, fold, work)
     return DecodeError(
         f"the device {what}, and the host finds nothing wrong with the same blob; use device='cpu' or the disk path",
         tensor=tensor.name,

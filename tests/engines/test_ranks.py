@@ -12,7 +12,7 @@ import pytest
 
 from gpusync.ballots import Ballot, judge_ballots
 from gpusync.errors import DeviceError
-from gpusync.ranks import join
+from gpusync.ranks import Limits, join
 from gpusync.rounds import Process
 from tests import live, wire
 from tests.engines.ranks import Folders, Seen, Step, run, state_of
@@ -239,7 +239,7 @@ def test_ballots() -> None:
 
 def test_what_is_no_group_is_refused() -> None:
     with pytest.raises(DeviceError, match="not an initialized"):
-        join(object(), None, 1.0)
+        join(object(), None, Limits(1.0, 1 << 20))
 
 
 def test_whether_a_process_has_ended() -> None:
