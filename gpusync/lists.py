@@ -22,8 +22,7 @@ from gpusync.places import Places
 from gpusync.relayout import Relaid
 from gpusync.route import Route, check_targets
 from gpusync.sharefile import ShareFile
-from gpusync.shares import Agreement, Extent, Offer, SharedTensor
-from gpusync.slices import SlicesOrigin
+from gpusync.shares import Agreement, Extent, Offer, SharedTensor, SlicesOrigin
 from gpusync.types import Digest
 
 
@@ -186,7 +185,7 @@ def _plan_share(
         "",
         0,
         tensor.nbytes,
-        SlicesOrigin(placement.slices[name]),
+        SlicesOrigin(name, placement.slices[name]),
         _blobs(name, route, chain),
         Digest("xxh3-128", tensor.digest),
         origin_is_live=True,

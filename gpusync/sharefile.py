@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import IO
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gpusync import fsio
-from gpusync.errors import KernelError, OutOfScratchError
+from gpusync.errors import DeviceError, KernelError, OutOfScratchError
 from gpusync.shares import Extent, Offer
 from gpusync.sums import (
     BLOCK_NBYTES,
@@ -72,22 +73,44 @@ class ShareFile:
         )
 
     def read(self, name: str, number: int, offset: int, out: Bytes) -> None:
-        """Fill ``out`` with the bytes from ``offset`` on of the share of a tensor's slice ``number``."""
+        """Fill ``out`` with the bytes from ``offset`` on of the share of a tensor's slice ``number``.
+
+        Raises
+        ------
+        DeviceError
+            The file cannot be read.
+        """
         if self._file is not None:
             place = self._places[name, number] + offset
-            fsio.pread_into(self._file.fileno(), out.data, place)
+            with _failing_disk(name):
+                fsio.pread_into(self._file.fileno(), out.data, place)
 
-    def write(self, data: NDArray[np.generic], position: int) -> None:
-        """Write bytes of a share at a position of the file."""
+    def write(self, name: str, data: NDArray[np.generic], position: int) -> None:
+        """Write bytes of a share of a tensor's at a position of the file.
+
+        Raises
+        ------
+        DeviceError
+            The file cannot be written.
+        """
         if self._file is not None and data.size:
             raw = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
-            fsio.pwrite(self._file.fileno(), raw.data, position)
+            with _failing_disk(name):
+                fsio.pwrite(self._file.fileno(), raw.data, position)
 
     def close(self) -> None:
         """Give the file back."""
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+@contextmanager
+def _failing_disk(tensor: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as err:
+        raise DeviceError(f"the file of slices' sums failed: {err}", tensor=tensor) from err
 
 
 class ShareWriter:
@@ -152,5 +175,5 @@ class ShareWriter:
         self._block, self._sums = int(blocks[-1]), sums[-1:].copy()
 
     def _put(self, data: NDArray[np.generic]) -> None:
-        self._file.write(data, self._position + self._written)
+        self._file.write(self._name, data, self._position + self._written)
         self._written += data.nbytes

@@ -15,11 +15,13 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from gpusync.errors import DigestMismatchError
 from gpusync.slices import Slice
 from gpusync.sums import (
     BLOCK_NBYTES,
     SUMS_NBYTES,
     UNIT_NBYTES,
+    Bytes,
     counted,
     tail_begin,
     whole_blocks,
@@ -233,3 +235,41 @@ def _off_units(extent: Extent, nbytes: int) -> bool:
     odd = extent.begin | (extent.stride if extent.runs > 1 else 0)
     odd |= 0 if extent.runs == 1 and end == nbytes else extent.run_nbytes
     return odd % UNIT_NBYTES != 0
+
+
+class SlicesOrigin:
+    """A tensor as slices of it are live, for who needs no other bytes of it: those between are left as they come.
+
+    ``parts`` are the slices of the tensor ``name``: alike, or without a common byte.
+    """
+
+    def __init__(self, name: str, parts: Sequence[Slice]) -> None:
+        self._name = name
+        by_extent: dict[Extent, list[Slice]] = {}
+        for part in parts:
+            by_extent.setdefault(Extent.of(part), []).append(part)
+        self._copies = list(by_extent.values())
+
+    def read_into(self, piece: Bytes, offset: int) -> None:
+        """Fill ``piece`` where it has bytes of the slices.
+
+        Raises
+        ------
+        DigestMismatchError
+            Slices that are alike hold different bytes: with one delta they do not become the same.
+        """
+        for first, *others in self._copies:
+            range_ = first.part_of(offset, piece.size)
+            if range_[0] == range_[1]:
+                continue
+            first.into_tensor(piece, offset, range_)
+            for other in others:
+                if not np.array_equal(
+                    other.from_live(range_), other.from_tensor(piece, offset, range_)
+                ):
+                    raise DigestMismatchError(
+                        "two copies of a tensor are not the same here; nothing was changed, load the model again",
+                        tensor=self._name,
+                        expected=f"as in {', '.join(first.live_names)}",
+                        got=f"other bytes in {', '.join(other.live_names)}",
+                    )

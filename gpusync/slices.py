@@ -154,19 +154,6 @@ class Slice:
             begin += runs * width
 
 
-@dataclass(frozen=True)
-class SlicesOrigin:
-    """A tensor as slices of it are live, for who needs no other bytes of it: those between are left as they come."""
-
-    parts: tuple[Slice, ...]
-
-    def read_into(self, piece: Bytes, offset: int) -> None:
-        for part in self.parts:
-            range_ = part.part_of(offset, piece.size)
-            if range_[0] < range_[1]:
-                part.into_tensor(piece, offset, range_)
-
-
 def slices_of(copy: Copy, data: torch.Tensor, live_names: tuple[str, ...]) -> list[Slice]:
     """Return the slices that a copy falls into, in tensor order."""
     *outer, runs, run_nbytes = copy.shape if len(copy.shape) > 1 else (1, *copy.shape)

@@ -18,13 +18,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import distributed, nn
 
 import gpusync
+from gpusync import fsio
 from gpusync import live as states
 from gpusync.changes import RegionChanges
+from gpusync.channel import Channel
 from gpusync.devices import PathRunner
 from gpusync.errors import DigestMismatchError, GpuSyncError, PlacementError
+from gpusync.ranks import Voters
 from gpusync.rounds import Round
 from tests import live, wire
 
@@ -34,11 +38,15 @@ _LIMIT_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Folders:
-    """Where a rank reads from, and the local checkpoint that it follows with."""
+    """Where a rank reads from, and the local checkpoint that it follows with.
+
+    ``chain_only``: its model is loaded from the base, and the chain then knows neither base nor checkpoint.
+    """
 
     source: Path
     base: Path
     local: Path | None
+    chain_only: bool = False
 
     @classmethod
     def of(cls, stream: wire.Stream) -> Folders:
@@ -63,6 +71,7 @@ class Step:
     timeout_seconds: float = 20.0
     device: str = "cpu"
     write_back: str = "sync"
+    exchange_bytes: int = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -90,8 +99,20 @@ def state_of(tensors: wire.State) -> str:
     return whole.hexdigest()
 
 
+Build = Callable[[int, int, Folders], nn.Module]
+"""Makes the model of a rank, of so many, from its folders."""
+
+
+def _whole(rank: int, size: int, folders: Folders) -> nn.Module:
+    return live.model_from(folders.base)
+
+
 def run(
-    folders: Sequence[Folders], steps: Sequence[Step], *, own_store: bool = False
+    folders: Sequence[Folders],
+    steps: Sequence[Step],
+    *,
+    own_store: bool = False,
+    build: Build = _whole,
 ) -> list[list[Seen]]:
     """Run updates on one process per folder; return what each rank saw of each, up to where it died.
 
@@ -99,6 +120,8 @@ def run(
     ----------
     own_store
         The group's store lives in rank 0, and dies with it; else here, as with an elastic launcher.
+    build
+        Makes a rank's model.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.engines.ranks"])
@@ -112,7 +135,7 @@ def run(
     pipes: list[Connection] = []
     for rank in range(len(folders)):
         ours, theirs = context.Pipe(duplex=False)
-        arguments = (rank, len(folders), port, own_store, folders[rank], steps, theirs)
+        arguments = (rank, len(folders), port, own_store, folders[rank], steps, build, theirs)
         process = context.Process(target=_work, args=arguments)
         process.start()
         theirs.close()
@@ -153,16 +176,18 @@ def _work(
     own_store: bool,
     folders: Folders,
     steps: Sequence[Step],
+    build: Build,
     pipe: Connection,
 ) -> None:
     store = distributed.TCPStore(
         "127.0.0.1", port, is_master=own_store and rank == 0, timeout=timedelta(seconds=30)
     )
     distributed.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    model = live.model_from(folders.base)
+    model = build(rank, size, folders)
     for step in steps:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("GPUSYNC_VOTE_TIMEOUT_SECONDS", str(step.timeout_seconds))
+            patch.setenv("GPUSYNC_EXCHANGE_BYTES", str(step.exchange_bytes))
             pipe.send(_update(rank, folders, model, step, patch, store))
     pipe.close()
     os._exit(0)  # gloo's own teardown waits for ranks that died
@@ -179,18 +204,19 @@ def _update(
     start = time.monotonic()
     error: GpuSyncError | None = None
     report = None
+    fault = step.faults.get(rank)
+    _rot(model, fault)
     try:
         target = step.targets.get(rank, step.target)
-        chain = gpusync.open_chain(
-            folders.source, target, checkpoint=folders.local, base_dir=folders.base
-        )
-        fault = step.faults.get(rank)
+        base = None if folders.chain_only else folders.base
+        chain = gpusync.open_chain(folders.source, target, checkpoint=folders.local, base_dir=base)
         if fault in ("absent", "late"):
             time.sleep(1.5 * step.timeout_seconds)
         if fault != "absent":
             report = _apply(model, chain, step, fault, patch)
     except GpuSyncError as err:
         error = err
+    _rot(model, fault)
     seconds = time.monotonic() - start
     known = states.known_state(model)
     return Seen(
@@ -305,6 +331,48 @@ def _interrupted_voting(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Round, "_wait", wait)
 
 
+def _rot(model: nn.Module, fault: str | None) -> None:
+    """Flip a bit of a live byte, as "rots NAME BYTE" says; a second time it is as before."""
+    if fault is not None and fault.startswith("rots "):
+        _, name, byte = fault.split()
+        model.get_parameter(name).data.reshape(-1).view(torch.uint8)[int(byte)] ^= 0x10
+
+
+def _dies_before_the_sums(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Voters, "prove", _dies)
+
+
+def _late_for_the_sums(patch: pytest.MonkeyPatch) -> None:
+    real = Voters.prove
+
+    def prove(*arguments: Any) -> None:
+        time.sleep(1.5)
+        real(*arguments)
+
+    patch.setattr(Voters, "prove", prove)
+
+
+def _dies_finding_the_others(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("gpusync.ranks.Channel", _dies)
+
+
+def _dies_adding(patch: pytest.MonkeyPatch) -> None:
+    """In the second swap, with the others in it."""
+    real, calls = Channel.swap, []
+
+    def swap(*arguments: Any) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            _dies()
+        real(*arguments)
+
+    patch.setattr(Channel, "swap", swap)
+
+
+def _fails_adding(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(fsio, "pread_into", _raises(OSError(5, "Input/output error")))
+
+
 FAULTS: Mapping[str, Callable[[pytest.MonkeyPatch], None]] = {
     "fails in prepare": _fails_in_prepare,
     "dies in prepare": _dies_in_prepare,
@@ -314,4 +382,9 @@ FAULTS: Mapping[str, Callable[[pytest.MonkeyPatch], None]] = {
     "cannot take back": _cannot_take_back,
     "fails and cannot take back": _cannot_store_or_take_back,
     "interrupted voting": _interrupted_voting,
+    "dies before the sums": _dies_before_the_sums,
+    "late for the sums": _late_for_the_sums,
+    "dies finding the others": _dies_finding_the_others,
+    "dies adding": _dies_adding,
+    "fails adding": _fails_adding,
 }
