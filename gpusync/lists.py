@@ -80,12 +80,11 @@ class LivePlan:
 def offers_of(route: Route, placement: Placement, places: Places) -> dict[str, Offer]:
     """Return the changed tensors that a model holds slices of, and that its ranks may prove together."""
     offers: dict[str, Offer] = {}
-    if (
-        route.start != "applied"
-    ):  # no digests are published for what a full version or the base brings
-        return offers
+    if route.start != "applied":
+        return offers  # what a full version or the base brings has no published digest
+    held = (placement.slices.keys() & places.kinds.keys()) - places.relaid.keys()
     for delta in route.deltas:
-        for name in delta.digests.keys() & placement.slices.keys() & places.kinds.keys():
+        for name in delta.digests.keys() & held:
             digest = delta.digests[name]
             nbytes = tensor_nbytes(*places.kinds[name])
             offers.pop(name, None)
@@ -127,7 +126,8 @@ def plan_live(
         sliced = names & placement.slices.keys()
         together = sliced & agreement.tensors.keys()
         planned += [
-            _plan_share(agreement.tensors[name], route, placement, chain) for name in together
+            _plan_share(agreement.tensors[name], route, placement, chain)
+            for name in sorted(together)
         ]
         planned += _plan_slices(chain, route, identity, sliced - together, agreement.reasons)
     else:
