@@ -19,7 +19,7 @@ from gpusync.digest import new_hasher
 from gpusync.errors import KernelError, ModelPoisonedError, OutOfScratchError
 from gpusync.fold import Bytes
 from gpusync.sharefile import ShareWriter
-from gpusync.slices import Slice
+from gpusync.slices import Slice, any_within
 from gpusync.types import Algorithm, Digest
 
 Words = NDArray[np.uint16]
@@ -305,6 +305,10 @@ class SliceSink:
                 self._collect(part, new, begin, end)
                 if self._shares:
                     self._shares[number].write(begin, new)
+
+    def wants(self, offset: int, nbytes: int) -> bool:
+        """Return whether any of the slices has bytes in a range of the tensor."""
+        return any_within(self._slices, offset, nbytes)
 
     def finish(self) -> list[RegionChanges]:
         """Return the finished lists; the shares are complete."""

@@ -25,6 +25,7 @@ from gpusync.encodings import Layer, open_layer
 from gpusync.files import FileStamp, OpenFiles
 from gpusync.frames import MAX_WINDOW, WindowTooLargeError
 from gpusync.placement import Region
+from gpusync.seeking import SeekingBlob, open_seeking
 from gpusync.types import Algorithm, Digest
 
 Bytes = NDArray[np.uint8]
@@ -37,6 +38,10 @@ _STREAMS = 16
 _SHARED_WINDOW = 8 << 20
 _large_window = threading.Lock()
 _local = threading.local()
+
+
+Wanted = Callable[[int, int], bool]
+"""Whether the piece of a tensor from an offset on, of so many bytes, is of use to anyone."""
 
 
 class Origin(Protocol):
@@ -175,6 +180,7 @@ class Fold:
         sink: Sink,
         algorithms: Iterable[Algorithm],
         on_piece: Callable[[int], None] | None = None,
+        wanted: Wanted | None = None,
     ) -> dict[Algorithm, Digest]:
         """Write a tensor's new bytes to ``sink`` and return their digests.
 
@@ -188,19 +194,26 @@ class Fold:
             The deltas to apply, oldest first.
         on_piece
             Called with the bytes done after each piece; an exception from it stops the fold.
+        wanted
+            Whether anyone needs a piece, by offset and size. Where the blobs allow it, pieces that nobody needs are neither
+            decoded nor written to the sink, save the first.
 
         Raises
         ------
         FrameFormatError, SourceNotReadyError, VersionConflictError
             A blob cannot be decoded or read. What the sink has received by then is void.
         """
-        taken = _Taken(sink, tuple(algorithms), on_piece)
+        taken = _Taken(sink, tuple(algorithms), on_piece, nbytes)
         buffer = _piece_buffer(self.piece_bytes)
+
+        def passes(streams: int, max_window: int) -> Iterator[tuple[int, Bytes]]:
+            return self._passes(nbytes, origin, blobs, buffer, streams, max_window, wanted)
+
         try:
-            taken.take(self._passes(nbytes, origin, blobs, buffer, self._streams, _SHARED_WINDOW))
+            taken.take(passes(self._streams, _SHARED_WINDOW))
         except WindowTooLargeError:
             with _large_window:
-                taken.take(self._passes(nbytes, origin, blobs, buffer, 1, MAX_WINDOW))
+                taken.take(passes(1, MAX_WINDOW))
         return taken.digests()
 
     def pieces(
@@ -230,6 +243,7 @@ class Fold:
         buffer: Bytes,
         streams: int,
         max_window: int,
+        wanted: Wanted | None = None,
     ) -> Iterator[tuple[int, Bytes]]:
         groups = [blobs[i : i + streams] for i in range(0, len(blobs), streams)] or [[]]
         with contextlib.ExitStack() as stack:
@@ -237,10 +251,11 @@ class Fold:
             scratch = [stack.enter_context(self._scratch()) for _ in groups[1:3]]
             for number, group in enumerate(groups[:-1]):
                 fd = scratch[number % 2].fileno()
-                for offset, piece in self._one_pass(nbytes, origin, group, buffer, max_window):
+                pieces = self._one_pass(nbytes, origin, group, buffer, max_window, wanted)
+                for offset, piece in pieces:
                     fsio.pwrite(fd, piece.data, offset)
                 origin = _ScratchOrigin(fd)
-            yield from self._one_pass(nbytes, origin, groups[-1], buffer, max_window)
+            yield from self._one_pass(nbytes, origin, groups[-1], buffer, max_window, wanted)
 
     def _one_pass(
         self,
@@ -249,10 +264,20 @@ class Fold:
         blobs: Sequence[BlobSource],
         buffer: Bytes,
         max_window: int,
+        wanted: Wanted | None,
     ) -> Iterator[tuple[int, Bytes]]:
-        layers = [_OpenBlob(blob, nbytes, max_window, self._scratch) for blob in blobs]
+        layers: Sequence[_OpenBlob | SeekingBlob] | None = None
+        if wanted is not None:
+            layers = open_seeking(blobs, nbytes, buffer.size, max_window)
+        if layers is None:
+            layers, wanted = (
+                [_OpenBlob(blob, nbytes, max_window, self._scratch) for blob in blobs],
+                None,
+            )
         for offset in range(0, nbytes, buffer.size):
             piece = buffer[: min(buffer.size, nbytes - offset)]
+            if offset and wanted is not None and not wanted(offset, piece.size):
+                continue
             if origin is not None:
                 origin.read_into(piece, offset)
             else:
@@ -275,7 +300,9 @@ class _Taken:
         sink: Sink,
         algorithms: Sequence[Algorithm],
         on_piece: Callable[[int], None] | None,
+        nbytes: int,
     ) -> None:
+        self._nbytes = nbytes
         self._sink = sink
         self._algorithms = algorithms
         self._on_piece = on_piece
@@ -284,12 +311,16 @@ class _Taken:
     def take(self, pieces: Iterator[tuple[int, Bytes]]) -> None:
         """Hand all pieces on; those of an earlier call are void."""
         self._hashers = {algorithm: new_hasher(algorithm) for algorithm in self._algorithms}
+        done = 0
         for offset, piece in pieces:
             for hasher in self._hashers.values():
                 hasher.update(piece.data)
             self._sink.write(piece, offset)
             if self._on_piece is not None:
-                self._on_piece(piece.size)
+                self._on_piece(offset + piece.size - done)  # with what was passed over
+            done = offset + piece.size
+        if self._on_piece is not None and done < self._nbytes:
+            self._on_piece(self._nbytes - done)
 
     def digests(self) -> dict[Algorithm, Digest]:
         return {algorithm: hasher.digest() for algorithm, hasher in self._hashers.items()}

@@ -83,7 +83,10 @@ def _list_slices(
     shares = work.share_writers(tensor.name)
     algorithms = (tensor.expected.algorithm,) if tensor.expected is not None and not shares else ()
     sink = SliceSink(tensor.name, work.slices[tensor.name], budget, shares)
-    digests = fold.run(tensor.nbytes, tensor.origin, tensor.blobs, sink, algorithms, meter.add)
+    wanted = sink.wants if shares else None
+    digests = fold.run(
+        tensor.nbytes, tensor.origin, tensor.blobs, sink, algorithms, meter.add, wanted
+    )
     if algorithms and digests[algorithms[0]] != tensor.expected:
         raise mismatch(tensor, digests[algorithms[0]])
     return sink.finish()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -177,6 +177,15 @@ def slices_of(copy: Copy, data: torch.Tensor, live_names: tuple[str, ...]) -> li
             )
         )
     return found
+
+
+def any_within(slices: Sequence[Slice], offset: int, nbytes: int) -> bool:
+    """Return whether any of the slices has bytes in a range of the tensor."""
+    for part in slices:
+        begin, end = part.part_of(offset, nbytes)
+        if begin < end:
+            return True
+    return False
 
 
 def count_slices(copy: Copy) -> int:

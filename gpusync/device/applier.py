@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
+from gpusync.blobmaps import BlobMap, read_blob_map
 from gpusync.blobs import BlobSource
 from gpusync.changes import ListBudget
 from gpusync.device.batches import plan_batches
-from gpusync.device.blobmaps import BlobMap, read_blob_map
 from gpusync.device.capacities import capacities_for
 from gpusync.device.chunks import Capacities
 from gpusync.device.cuts import why_not_device

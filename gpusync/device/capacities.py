@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from gpusync.device.blobmaps import MAX_FRAME_NBYTES
+from gpusync.blobmaps import MAX_FRAME_NBYTES
 from gpusync.device.chunks import ALIGNMENT, GUARD_NBYTES, Capacities
 from gpusync.device.kernels import TILE_NBYTES
 from gpusync.errors import OutOfScratchError

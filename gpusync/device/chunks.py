@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from gpusync.device.blobmaps import Positions
+from gpusync.blobmaps import Positions
 from gpusync.device.layers import (
     DeviceTensor,
     FoldedLayer,

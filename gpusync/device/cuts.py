@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gpusync.device.blobmaps import BlobMap, Positions
+from gpusync.blobmaps import BlobMap, Positions
 from gpusync.device.chunks import (
     ALIGNMENT,
     GUARD_NBYTES,

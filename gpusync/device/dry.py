@@ -19,7 +19,7 @@ from gpusync.fold import Bytes, Fold, run_parallel
 from gpusync.materialize import TensorPlan, mismatch
 from gpusync.parts import LiveWork
 from gpusync.sharefile import ShareWriter
-from gpusync.slices import Slice
+from gpusync.slices import Slice, any_within
 from gpusync.types import Algorithm, Digest
 
 DEVICE_ALGORITHM: Algorithm = "xxh3-128"
@@ -58,7 +58,7 @@ def prove_on_host(
         runtime.enter_thread()
         sink = _SliceDigests(work.slices.get(tensor.name, ()), work.share_writers(tensor.name))
         if sink.shares:
-            fold.run(tensor.nbytes, tensor.origin, tensor.blobs, sink, ())
+            fold.run(tensor.nbytes, tensor.origin, tensor.blobs, sink, (), wanted=sink.wants)
             return tensor.name, Proof(None, sink.digests())
         algorithms = {DEVICE_ALGORITHM}
         if tensor.expected is not None:
@@ -91,6 +91,9 @@ class _SliceDigests:
                 self._hashers[number].update(new.data)
                 if self.shares:
                     self.shares[number].write(range_[0], new)
+
+    def wants(self, offset: int, nbytes: int) -> bool:
+        return any_within(self._slices, offset, nbytes)
 
     def digests(self) -> tuple[Digest, ...]:
         """Return the slices' digests; the shares are complete."""

@@ -10,8 +10,8 @@ from typing import Literal
 
 import numpy as np
 
+from gpusync.blobmaps import BlobMap, Positions
 from gpusync.blobs import BlobSource
-from gpusync.device.blobmaps import BlobMap, Positions
 from gpusync.fold import Origin
 
 

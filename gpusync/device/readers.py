@@ -12,8 +12,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from gpusync.blobmaps import BlobMap
 from gpusync.blobs import BlobFile, hash_blob, hold_digest
-from gpusync.device.blobmaps import BlobMap
 from gpusync.device.chunks import Chunk, ChunkLayer
 from gpusync.device.layers import FoldedLayer, RegionMap
 from gpusync.digest import Hasher, new_hasher

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
+from gpusync.blobmaps import BlobMap
 from gpusync.blobs import BlobFile, hash_blob, hold_digest, locate_blob
-from gpusync.device.blobmaps import BlobMap
 from gpusync.device.chunks import Batch, Chunk, ChunkLayer
 from gpusync.device.layers import FoldedLayer, RawLayer
 from gpusync.device.readers import (

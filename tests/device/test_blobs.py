@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 
+from gpusync.blobmaps import MAX_FRAME_NBYTES, BlobMap, read_blob_map
 from gpusync.blobs import locate_blob
-from gpusync.device.blobmaps import MAX_FRAME_NBYTES, BlobMap, read_blob_map
 from gpusync.errors import FrameFormatError, SourceNotReadyError, VersionConflictError
 from gpusync.files import OpenFiles
 from gpusync.frames import Where, walk_frames

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gpusync.blobmaps import BlobMap
 from gpusync.device.batches import plan_batches
-from gpusync.device.blobmaps import BlobMap
 from gpusync.device.capacities import SLOTS, capacities_for, scratch_of
 from gpusync.device.chunks import ALIGNMENT, GUARD_NBYTES, Batch, Capacities, Chunk, ChunkLayer
 from gpusync.device.cuts import MIN_LAST_NBYTES, why_not_device

@@ -16,10 +16,10 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpusync.blobmaps import BlobMap, read_blob_map
 from gpusync.blobs import BlobFile, BlobSource
 from gpusync.changes import ListBudget
 from gpusync.device.batches import plan_batches
-from gpusync.device.blobmaps import BlobMap, read_blob_map
 from gpusync.device.chunks import Capacities
 from gpusync.device.cuda_runtime import cuda_runtime
 from gpusync.device.layers import (

@@ -14,9 +14,9 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpusync.blobmaps import BlobMap, read_blob_map
 from gpusync.blobs import BlobSource, locate_blob
 from gpusync.device.batches import plan_batches
-from gpusync.device.blobmaps import BlobMap, read_blob_map
 from gpusync.device.chunks import Batch, Capacities
 from gpusync.device.layers import (
     DeviceTensor,

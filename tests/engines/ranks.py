@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -370,7 +371,9 @@ def _dies_adding(patch: pytest.MonkeyPatch) -> None:
 
 
 def _fails_adding(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(fsio, "pread_into", _raises(OSError(5, "Input/output error")))
+    """Reading its shares, and nothing else."""
+    failing = _raises(OSError(5, "Input/output error"))
+    patch.setattr("gpusync.sharefile.fsio", SimpleNamespace(**vars(fsio) | {"pread_into": failing}))
 
 
 FAULTS: Mapping[str, Callable[[pytest.MonkeyPatch], None]] = {
