@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import gpusync
+from gpusync.engines.session import Session
 from gpusync.errors import (
     DigestMismatchError,
     ModelPoisonedError,
@@ -397,3 +398,37 @@ def test_a_poisoned_model_stays_poisoned(
     monkeypatch.undo()
     with pytest.raises(ModelPoisonedError):
         gpusync.apply_to_model(model, open_chain(stream, 1), relayout=relayout)
+
+
+class Mount:
+    """An engine around a model, with as much as a session needs."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self.load_weights = model.load_weights
+
+    def model(self) -> Model:
+        return self._model
+
+    def why_not(self) -> str | None:
+        return None
+
+    def group(self) -> Any:
+        return None
+
+
+def test_a_session_relays_where_it_is_told_to(stream: wire.Stream) -> None:
+    model, relayout = loaded_model(stream.states[0], relaying.swap), EngineRelayout(relaying.swap)
+    stream.delta(names())
+    stream.delta(names())
+    source, base = str(stream.source), str(stream.base)
+    session = Session(Mount(model), lambda: relayout)
+    assert session.attach(base).refused
+    with pytest.raises(PlacementError, match="relayout=True may take it"):
+        session.apply(source, 1, base_dir=base, relayout=True)
+    assert session.attach(base, relayout=True).relaid.keys() == EXPERTS
+    for version in (1, 2):
+        session.apply(source, version, base_dir=base, relayout=True)
+        check_equal(model, stream.states[version])
+    without = Session(Mount(loaded_model(stream.states[0], relaying.swap)))
+    assert without.attach(base, relayout=True).refused  # that engine offers nothing
