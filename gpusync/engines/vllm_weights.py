@@ -17,7 +17,8 @@ def why_not(model: torch.nn.Module, vllm_config: Any) -> str | None:
     """Return why a model's weights cannot be updated in place now, and what to change; None where they can."""
     return (
         _why_not_configured(vllm_config)
-        or _why_frozen()
+        or _why_quantised(vllm_config)
+        or _why_frozen(vllm_config)
         or _why_asleep()
         or _why_wrapped(model)
         or _why_packed(model)
@@ -61,14 +62,43 @@ def _why_not_configured(vllm_config: Any) -> str | None:
         or _at(vllm_config, "cache_config.cpu_offload_gb")
     ):
         return "weights are offloaded to the host; serve without --cpu-offload-gb and --offload-group-size"
+    if _at(vllm_config, "load_config.load_format") == "ipc_cache":
+        return (
+            "the weights are those of the cache of `vllm preload`, which other engines read; serve without "
+            "--load-format ipc_cache"
+        )
     return None
 
 
-def _why_frozen() -> str | None:
+def _why_quantised(vllm_config: Any) -> str | None:
+    """Tell weights that are quantised while they are loaded from those of a checkpoint that is quantised itself.
+
+    The latter's bytes may be live as they are, or repacked: the proof at attach says so, layer by layer.
+    """
+    if _at(vllm_config, "quant_config") is None:
+        return None
+    for path in ("quantization_config", "text_config.quantization_config", "compression_config"):
+        if _at(vllm_config, f"model_config.hf_config.{path}") is not None:
+            return None
+    return (
+        "the weights are quantised while they are loaded, and no byte of the checkpoint is live; serve without "
+        f"--quantization {_at(vllm_config, 'model_config.quantization')}, or publish a run of quantised weights"
+    )
+
+
+def _why_frozen(vllm_config: Any) -> str | None:
     inductor = sys.modules.get("torch._inductor.config")
-    if inductor is not None and getattr(inductor, "freezing", False):
+    own = _at(vllm_config, "compilation_config.inductor_compile_config") or {}
+    on_cpu = _at(vllm_config, "device_config.device_type") == "cpu"
+    if getattr(inductor, "freezing", False) or own.get("freezing"):
         return (
-            "compiled graphs hold the weights as constants; serve without TORCHINDUCTOR_FREEZING=1"
+            "compiled graphs hold the weights as constants; serve without TORCHINDUCTOR_FREEZING=1, and without "
+            "freezing in inductor_compile_config"
+        )
+    if on_cpu and own.get("max_autotune") and not _at(vllm_config, "model_config.enforce_eager"):
+        return (
+            "max_autotune makes vLLM compile for the CPU with the weights as constants; serve without it in "
+            "inductor_compile_config, or with --enforce-eager"
         )
     return None
 

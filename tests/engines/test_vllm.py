@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,7 @@ import gpusync
 from tests.engines import models
 
 pytestmark = [
-    pytest.mark.skipif(
-        find_spec("vllm") is None, reason="vLLM is not installed; see `make test-engines`"
-    ),
+    pytest.mark.engine("vllm"),
     pytest.mark.filterwarnings("default"),
     pytest.mark.timeout(900),
 ]

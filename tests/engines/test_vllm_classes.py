@@ -1,125 +1,134 @@
-"""Real vLLM model classes on the CPU: what is placed, and that an update equals a load of the new checkpoint."""
+"""Real vLLM model classes, whole and sharded: what is placed, and that updates equal a load of the new checkpoint."""
 
 from __future__ import annotations
 
-import json
 import re
-import shutil
-import socket
-from collections.abc import Iterator
-from importlib.util import find_spec
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
 import gpusync
 from tests.engines import models
+from tests.engines.vllm_ranks import Ranks, digest_of
 
 pytestmark = [
-    pytest.mark.skipif(
-        find_spec("vllm") is None, reason="vLLM is not installed; see `make test-engines`"
-    ),
+    pytest.mark.engine("vllm"),
     pytest.mark.filterwarnings("default"),
     pytest.mark.timeout(300),
 ]
 
-_EXPERTS = re.compile(r"\.experts\.\d+\.")
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 _REFUSED = {
-    "qwen3_moe": lambda name: bool(_EXPERTS.search(name)),
-    "mixtral": lambda name: bool(_EXPERTS.search(name)),
-    "deepseek_v2": lambda name: bool(_EXPERTS.search(name)) or ".kv_b_proj." in name,
+    "qwen3_moe": _EXPERT,
+    "mixtral": _EXPERT,
+    "deepseek_v2": re.compile(rf"{_EXPERT.pattern}|\.kv_b_proj\."),
 }
 """The CPU backend packs experts in place; MLA reads matrices derived from kv_b_proj. Everything else is placed."""
 
+_SHARDED = {2: ("llama", "llama_tied", "qwen3_moe"), 4: ("llama", "llama_tied", "qwen3")}
+_CASES = [
+    *(pytest.param(1, kind, {}, id=f"{kind}-tp1") for kind in models.KINDS),
+    pytest.param(2, "qwen3_moe", {"enable_expert_parallel": True}, id="qwen3_moe-ep2"),
+    *(pytest.param(n, kind, {}, id=f"{kind}-tp{n}") for n in _SHARDED for kind in _SHARDED[n]),
+]
+
 
 @pytest.fixture(scope="module")
-def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A world of one process, in which vLLM's layers can be built."""
-    from vllm.config import set_current_vllm_config
-    from vllm.distributed import init_distributed_environment, initialize_model_parallel
-    from vllm.engine.arg_utils import EngineArgs
+def ranks_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], Ranks]]:
+    """A function that returns as many ranks, in processes that vote; the same ones, if there are as many already."""
+    first = models.make_checkpoint("qwen3_moe", tmp_path_factory.mktemp("first"))
+    running: dict[int, Ranks] = {}
 
-    import tests.engines.plain  # noqa: F401
+    def ranks(size: int) -> Ranks:
+        if size not in running:
+            close()
+            running[size] = Ranks(size, first)
+        return running[size]
 
-    torch.accelerator.empty_cache = lambda: None
-    torch.accelerator.synchronize = lambda *device: None
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    # Of a mixture of experts: only then is there a group for experts.
-    folder = models.make_checkpoint("qwen3_moe", tmp_path_factory.mktemp("first"))
-    config = EngineArgs(model=str(folder), skip_tokenizer_init=True).create_engine_config()
-    with set_current_vllm_config(config):
-        init_distributed_environment(
-            world_size=1,
-            rank=0,
-            local_rank=0,
-            distributed_init_method=f"tcp://127.0.0.1:{port}",
-            backend="gloo",
-        )
-        initialize_model_parallel(tensor_model_parallel_size=1)
-        yield
+    def close() -> None:
+        while running:
+            running.popitem()[1].close()
+
+    yield ranks
+    close()
 
 
-def load(folder: Path) -> tuple[torch.nn.Module, Any]:
-    """Return the model as vLLM's loader leaves it, and its configuration."""
-    from vllm.config import set_current_vllm_config
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.model_executor.model_loader import get_model
+@dataclass
+class Run:
+    """Versions published on a checkpoint: five deltas, and three more for a chain."""
 
-    config = EngineArgs(
-        model=str(folder),
-        skip_tokenizer_init=True,
-        dtype="bfloat16",
-        max_model_len=128,
-        enforce_eager=True,
-    ).create_engine_config()
-    with set_current_vllm_config(config):
-        return get_model(vllm_config=config), config
+    base: Path
+    source: str
+    publisher: gpusync.Publisher
+    states: list[models.Tensors]
+    where: dict[str, str]
+
+    @classmethod
+    def on(cls, base: Path, *, only: set[str]) -> Run:
+        root = base.parent
+        publisher = gpusync.Publisher(root / "source", base)
+        states = [models.read(base)]
+        for seed in range(8):
+            states.append(models.trained(states[-1], seed, only=only))
+            publisher.publish(states[-1].items())
+        where = {"checkpoint": str(root / "local"), "base_dir": str(base)}
+        return cls(base, str(root / "source"), publisher, states, where)
+
+    def publish_change_of(self, names: set[str]) -> int:
+        return self.publisher.publish(models.trained(self.states[-1], 99, only=names).items())
 
 
-def bits(model: torch.nn.Module) -> dict[str, bytes]:
-    return {
-        name: bytes(value.detach().contiguous().reshape(-1).view(torch.uint8).tolist())
-        for name, value in [*model.named_parameters(), *model.named_buffers()]
-    }
-
-
-@pytest.mark.parametrize("kind", models.KINDS)
-def test_an_update_equals_a_load(kind: str, tmp_path: Path, one_rank: None) -> None:
-    from gpusync.engines.vllm import VllmMount
-
+@pytest.mark.parametrize(("size", "kind", "options"), _CASES)
+def test_updates_equal_a_load(
+    ranks_of: Callable[[int], Ranks],
+    size: int,
+    kind: str,
+    options: dict[str, Any],
+    tmp_path: Path,
+) -> None:
+    ranks = ranks_of(size)
     base = models.make_checkpoint(kind, tmp_path / "base")
-    old = models.read(base)
-    model, config = load(base)
-    mount = VllmMount(lambda: model, config)
-    assert mount.why_not() is None
-    before = bits(model)
-    report = gpusync.attach(model, base, load_weights=mount.load_weights)
-    assert bits(model) == before
-    print(json.dumps({"kind": kind, **report.to_dict()}))
-    expected = _REFUSED.get(kind, lambda name: False)
-    assert report.refused.keys() == {name for name in old if expected(name)}
-    assert not report.dropped
+    names = models.read(base).keys()
+    ranks.all("load", base, options)
+    assert not any(ranks.all("why_not"))
+    reports = ranks.all("attach", base)
+    refused = refused_names(reports, names, apart=bool(options))
+    pattern = _REFUSED.get(kind)
+    assert refused == {name for name in names if pattern is not None and pattern.search(name)}
+    if kind == "deepseek_v2":
+        (report,) = reports
+        assert {n for n, why in report["refused"].items() if "MLA" in why} == {
+            n for n in names if "kv_b_proj" in n
+        }
 
-    source = tmp_path / "source"
-    publisher = gpusync.Publisher(source, base)
-    new = models.trained(old, 1, only=report.placed)
-    publisher.publish(new.items())
-    chain = gpusync.open_chain(source, 1, base_dir=base)
-    done = gpusync.apply_to_model(model, chain, load_weights=mount.load_weights)
-    assert (done.outcome, done.to_version) == ("applied", 1)
-    truth = shutil.copytree(base, tmp_path / "truth")
-    for path in truth.glob("*.safetensors"):
-        save_file({name: new[name] for name in models.read(truth)}, path, {"format": "pt"})
-    assert bits(model) == bits(load(truth)[0])
+    run = Run.on(base, only=names - refused)
+    for versions in ([1, 2, 3, 4, 5], [8]):
+        for seen in ranks.all("follow", run.source, versions, run.where):
+            assert not seen["differing"]
+            assert seen["report"]["to_version"] == seen["report"]["target_version"] == versions[-1]
+            assert seen["report"]["versions"] == (versions[-1:] if versions[-1] == 5 else [6, 7, 8])
+            assert seen["local"] == digest_of(run.states[versions[-1]])
 
-    if report.refused:
-        publisher.publish(models.trained(new, 2, only=report.refused).items())
-        with pytest.raises(gpusync.PlacementError) as caught:
-            gpusync.apply_to_model(model, gpusync.open_chain(source, 2, base_dir=base))
-        assert {*caught.value.reasons} == {*report.refused}
-        assert gpusync.live_version(model) == 1
+    if refused:
+        one = {min(refused)}
+        for seen in ranks.all("refusal", run.source, run.publish_change_of(one), run.where):
+            assert seen["error"] == "PlacementError" and min(one) in seen["text"]
+
+
+def refused_names(reports: list[dict[str, Any]], names: Any, *, apart: bool) -> set[str]:
+    """Return what any rank refuses. Each rank says of every tensor what becomes of it; none is lost on all of them.
+
+    ``apart``: experts lie on one rank each, and the others have no part in them.
+    """
+    refused: set[str] = set()
+    for report in reports:
+        parts = [report["placed"].keys(), report["dropped"].keys(), report["refused"].keys()]
+        assert set().union(*parts) == names and sum(map(len, parts)) == len(names)
+        refused |= report["refused"].keys()
+    for name in names:
+        has_part = [report for report in reports if name not in report["dropped"]]
+        assert len(has_part) == (1 if apart and _EXPERT.search(name) else len(reports)), name
+    return refused
