@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -15,9 +14,7 @@ from tests.engines import models
 from tests.engines.sglang_ranks import Ranks, ranks
 
 pytestmark = [
-    pytest.mark.skipif(
-        find_spec("sglang") is None, reason="SGLang is not installed; see `make test-engines`"
-    ),
+    pytest.mark.engine("sglang"),
     pytest.mark.timeout(900),
 ]
 
