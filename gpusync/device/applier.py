@@ -185,6 +185,11 @@ class _Preparation:
             proven = prove_on_host(
                 [*empty, *doubtful.values()], self._runtime, self._fold, self._work
             )
+        summed = sum(proof.whole is None for proof in proven.values())
+        if summed:
+            self._notes.append(
+                f"host threads decoded {summed} tensor(s) in slices again, for the sums that the ranks add up"
+            )
         tensors: list[DeviceTensor] = []
         segments: list[Segment] = []
         wholes = {tensor.name: proven[tensor.name].whole for tensor in empty}

@@ -86,6 +86,8 @@ def test_a_chain_alone_is_enough(folders: Folders, held: Held, device: str) -> N
     notes = [" ".join(rank[0].notes) for rank in seen]
     assert all("10 tensor(s) in slices were proven by all ranks together" in note for note in notes)
     assert not any("alone" in note for note in notes)
+    on_host = "tensor(s) in slices again, for the sums"
+    assert all((on_host in note) == (device == "emulated") for note in notes)
     assert max(rank[2].keys for rank in seen) <= max(rank[0].keys for rank in seen) + 4
 
 
