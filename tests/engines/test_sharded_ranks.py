@@ -178,3 +178,12 @@ def test_one_is_late_for_the_sums(folders: Folders, held: Held) -> None:
     seen = run([folders] * RANKS, steps, build=shard)
     check_refused(seen, 0, 0, held, "DeviceError", "rank 3 did not get ready to prove them with")
     check(seen, 1, 1, held)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_groups_of_other_sizes(published: wire.Stream, folders: Folders, ranks: int) -> None:
+    seen = run([folders] * ranks, [Step(3)], build=shard)
+    for rank, (one,) in enumerate(seen):
+        expected = live.bytes_of(loaded(published.states[3], (rank, ranks)))
+        assert (one.error, one.state) == (None, state_of(expected))
+        assert "proven by all ranks together" in " ".join(one.notes)
