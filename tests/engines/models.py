@@ -71,12 +71,14 @@ KINDS = tuple(_KINDS)
 Tensors = dict[str, torch.Tensor]
 
 
-def make_checkpoint(kind: str, folder: Path) -> Path:
-    """Write a bf16 checkpoint of an architecture, the same bytes each time."""
+def make_checkpoint(kind: str, folder: Path, **changes: Any) -> Path:
+    """Write a bf16 checkpoint of an architecture, the same bytes each time; ``changes`` are of its configuration."""
     import transformers
 
     family, values = _KINDS[kind]
-    config = getattr(transformers, _TEXT_CONFIG.get(family, f"{family}Config"))(**values)
+    config = getattr(transformers, _TEXT_CONFIG.get(family, f"{family}Config"))(
+        **{**values, **changes}
+    )
     config.dtype = torch.bfloat16
     generator = torch.Generator().manual_seed(0)
     model = getattr(transformers, _HEAD.get(family, f"{family}ForCausalLM"))(config)

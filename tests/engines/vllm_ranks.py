@@ -117,7 +117,7 @@ class Shard:
         assert _bits(self._model) == before
         return to_plain(report)
 
-    def follow(self, source: str, versions: Sequence[int], where: dict[str, str]) -> dict[str, Any]:
+    def follow(self, source: str, versions: Sequence[int], where: dict[str, Any]) -> dict[str, Any]:
         """Update to each of the versions; return the last report, and what is not as a fresh load has it."""
         for version in versions:
             report = to_plain(
@@ -136,7 +136,7 @@ class Shard:
             "local": digest_of(models.read(local)),
         }
 
-    def refusal(self, source: str, version: int, where: dict[str, str]) -> dict[str, Any]:
+    def refusal(self, source: str, version: int, where: dict[str, Any]) -> dict[str, Any]:
         """Return why a version is refused."""
         before, stood_at = _bits(self._model), self._session.version
         try:
