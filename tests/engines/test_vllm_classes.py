@@ -12,7 +12,7 @@ import pytest
 
 import gpusync
 from tests.engines import models
-from tests.engines.vllm_ranks import Ranks, digest_of
+from tests.engines.vllm_ranks import Ranks, digest_of, worlds
 
 pytestmark = [
     pytest.mark.engine("vllm"),
@@ -38,22 +38,8 @@ _CASES = [
 
 @pytest.fixture(scope="module")
 def ranks_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], Ranks]]:
-    """A function that returns as many ranks, in processes that vote; the same ones, if there are as many already."""
-    first = models.make_checkpoint("qwen3_moe", tmp_path_factory.mktemp("first"))
-    running: dict[int, Ranks] = {}
-
-    def ranks(size: int) -> Ranks:
-        if size not in running:
-            close()
-            running[size] = Ranks(size, first)
-        return running[size]
-
-    def close() -> None:
-        while running:
-            running.popitem()[1].close()
-
-    yield ranks
-    close()
+    with worlds(models.make_checkpoint("qwen3_moe", tmp_path_factory.mktemp("first"))) as ranks:
+        yield ranks
 
 
 @dataclass

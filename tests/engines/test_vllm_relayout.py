@@ -6,7 +6,6 @@ import gc
 import itertools
 import re
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,10 @@ import pytest
 import gpusync
 from tests.engines import models
 from tests.engines.test_vllm import Live, answers, serving
-from tests.engines.vllm_ranks import Ranks, digest_of
+from tests.engines.vllm_ranks import Ranks, digest_of, worlds
 
 pytestmark = [
-    pytest.mark.skipif(
-        find_spec("vllm") is None, reason="vLLM is not installed; see `make test-engines`"
-    ),
+    pytest.mark.engine("vllm"),
     pytest.mark.filterwarnings("default"),
     pytest.mark.timeout(600),
 ]
@@ -42,22 +39,8 @@ _CASES = [
 
 @pytest.fixture(scope="module")
 def ranks_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], Ranks]]:
-    """A function that returns as many ranks, in processes that vote; the same ones, if there are as many already."""
-    first = models.make_checkpoint("qwen3_moe", tmp_path_factory.mktemp("first"))
-    running: dict[int, Ranks] = {}
-
-    def ranks(size: int) -> Ranks:
-        if size not in running:
-            close()
-            running[size] = Ranks(size, first)
-        return running[size]
-
-    def close() -> None:
-        while running:
-            running.popitem()[1].close()
-
-    yield ranks
-    close()
+    with worlds(models.make_checkpoint("qwen3_moe", tmp_path_factory.mktemp("first"))) as ranks:
+        yield ranks
 
 
 @pytest.mark.parametrize(("size", "kind", "changes", "options"), _CASES)
@@ -90,22 +73,13 @@ def test_updates_equal_a_load(
             only = {min(experts)}
         states.append(models.trained(states[-1], seed, only=only))
         publisher.publish(states[-1].items())
-    where = {
-        "checkpoint": str(tmp_path / "local"),
-        "base_dir": str(base),
-        "relayout": True,
-    }
+    where = {"checkpoint": str(tmp_path / "local"), "base_dir": str(base)}
     back = () if derived else ([0], [9])  # what is refused has no way back to the base, either
     for versions in ([1, 2, 3, 4, 5], [8], *back):
         for seen in ranks.all("follow", str(tmp_path / "source"), versions, where):
             assert not seen["differing"], seen["differing"]
             assert seen["report"]["to_version"] == versions[-1]
             assert seen["local"] == digest_of(states[versions[-1]])
-
-    assert publisher.publish(models.trained(states[-1], 99, only={min(experts)}).items()) == 10
-    plain = {**where, "relayout": False}
-    refusals = ranks.all("refusal", str(tmp_path / "source"), 10, plain)
-    assert any("relayout=True" in seen["text"] for seen in refusals)
 
 
 def test_experts_follow_while_vllm_serves(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ import multiprocessing
 import os
 import socket
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,30 @@ class Ranks:
             process.kill()
 
 
+@contextmanager
+def worlds(first: Path) -> Iterator[Callable[[int], Ranks]]:
+    """Yield a function that returns as many ranks as asked for, those of the last call if there are as many already.
+
+    ``first`` is a checkpoint with experts; see :class:`Ranks`.
+    """
+    running: dict[int, Ranks] = {}
+
+    def ranks(size: int) -> Ranks:
+        if size not in running:
+            close()
+            running[size] = Ranks(size, first)
+        return running[size]
+
+    def close() -> None:
+        while running:
+            running.popitem()[1].close()
+
+    try:
+        yield ranks
+    finally:
+        close()
+
+
 def _answer(pipe: Connection) -> tuple[bool, Any]:
     if not pipe.poll(_LIMIT_SECONDS):
         raise TimeoutError("a rank hangs")
@@ -117,7 +142,7 @@ class Shard:
         assert _bits(self._model) == before
         return to_plain(report)
 
-    def follow(self, source: str, versions: Sequence[int], where: dict[str, Any]) -> dict[str, Any]:
+    def follow(self, source: str, versions: Sequence[int], where: dict[str, str]) -> dict[str, Any]:
         """Update to each of the versions; return the last report, and what is not as a fresh load has it."""
         for version in versions:
             report = to_plain(
@@ -136,7 +161,7 @@ class Shard:
             "local": digest_of(models.read(local)),
         }
 
-    def refusal(self, source: str, version: int, where: dict[str, Any]) -> dict[str, Any]:
+    def refusal(self, source: str, version: int, where: dict[str, str]) -> dict[str, Any]:
         """Return why a version is refused."""
         before, stood_at = _bits(self._model), self._session.version
         try:
