@@ -20,6 +20,7 @@ from gpusync.checkpoint import FolderPaths, LocalState, local_errors, local_io_e
 from gpusync.config import Settings
 from gpusync.errors import DigestMismatchError, FormatError, SourceNotReadyError
 from gpusync.fold import Fold, run_parallel
+from gpusync.index import INDEX_NAME
 from gpusync.layout import Layout
 from gpusync.marker import Marker, current_boot_id
 from gpusync.materialize import (
@@ -71,6 +72,9 @@ class Staged:
         """
         with local_errors("writing the journal", self.paths.folder):
             fsio.unlink(self.paths.rolled)
+            if self.journal.mode == "rolling":
+                # Its name is durable with the journal's; an fsync of what is appended later would not make it so.
+                fsio.close(fsio.create(self.paths.rolled))
             self.journal.write(self.paths)
         reached(Step.JOURNALED)
         if self.journal.mode == "staged":
@@ -201,10 +205,14 @@ class Advance:
         if route.start == "applied":
             outcome.healed.extend(self._suspects)
         for name, folder_of in sides.copies.items():
-            copy_file(folder_of / name, self._paths.new_files / name)
+            if name == INDEX_NAME and layout.index_raw is not None:
+                # As it was validated: the one that is there now may be another.
+                fsio.write_file(self._paths.new_files / name, layout.index_raw, durable=False)
+            else:
+                copy_file(folder_of / name, self._paths.new_files / name)
         if mode == "rolling":
             with self._clock.stage("spool", route.wire_nbytes):
-                spool_versions(route, self._paths)
+                spool_versions(route, self._paths, self._chain.settings)
                 reserve_rolling(self._paths, plans)
         # After the spool, too: it must hold what the dry pass proved.
         self._chain.source.check_unchanged(route.versions)
@@ -290,6 +298,10 @@ class Advance:
             fsync_checkpoint(self._paths)
         fsio.fsync_dir(staging)
         fsio.fsync_dir(self._paths.state)
+        fsio.fsync_dir(self._paths.folder)  # a new one would otherwise lose .weight_sync as a whole
+        if self._state.found.state == "absent":
+            with contextlib.suppress(PermissionError):  # then it was not made here
+                fsio.fsync_dir(self._paths.folder.parent)
 
     def _next_marker(self, route: Route) -> Marker:
         base = self._chain.base_dir

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from gpusync.chain import Chain
+from gpusync.checkpoint import is_absence, local_io_error
 from gpusync.config import Settings
 from gpusync.digest import fingerprint
 from gpusync.errors import FormatError, PlacementError, SourceNotReadyError
@@ -155,6 +156,8 @@ def attach_first(model: torch.nn.Module, chain: Chain, loading: Loading) -> Live
     ------
     PlacementError
         The model holds neither.
+    CheckpointIOError
+        The local checkpoint cannot be read: nothing says that the model is not of it.
     """
     failures: list[Exception] = []
     for folder in (chain.checkpoint, chain.base_dir):
@@ -164,6 +167,9 @@ def attach_first(model: torch.nn.Module, chain: Chain, loading: Loading) -> Live
             state = _attach(model, folder, None, loading).state
             _refuse_differing(state)
         except (PlacementError, SourceNotReadyError, FormatError) as err:
+            cause = err.__cause__
+            if folder == chain.checkpoint and isinstance(cause, OSError) and not is_absence(cause):
+                raise local_io_error(cause, "reading the local checkpoint", folder) from err
             failures.append(err)
             continue
         keep_state(model, state)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from gpusync.digest import Hasher
 from gpusync.errors import FrameFormatError, VersionConflictError
-from gpusync.files import FileChangedError, FileStamp, OpenFiles
+from gpusync.files import FileChangedError, FileCutError, FileStamp, OpenFiles
 from gpusync.layout import unreadable
 from gpusync.source import SourceVersion
 from gpusync.types import Encoding
@@ -69,6 +69,8 @@ class BlobFile:
         where = self.where
         try:
             self.files.read_into(self.path, buffer, self.begin + offset, self.stamp)
+        except FileCutError as err:
+            raise unreadable(err, self.path, version=where.version) from err
         except FileChangedError as err:
             raise VersionConflictError(
                 "the shard was replaced while it was read; pull again",

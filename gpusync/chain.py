@@ -102,6 +102,8 @@ class Chain:
         ------
         VersionConflictError
             A shard of the base is not the file that was read: what was made of it may be a mixture.
+        SourceNotReadyError, HeaderFormatError
+            A shard of the base is gone, or cannot be looked at.
         """
         shards = self._base.shards.values() if self._base is not None else ()
         for shard in shards:
@@ -264,10 +266,14 @@ def open_chain(
     base = resolve_base(folder, base_dir, marker, target_version)
     chain = Chain(source_dir, target_version, checkpoint=folder, base_dir=base, settings=settings)
     applied = marker.version if marker is not None else None
-    if marker is not None:
-        chain.check_identity(marker)
-    if applied is None or chain.target_version > applied or chain.target_version == 0:
-        wait_visible(lambda: _validate(chain, applied), visibility_timeout_seconds)
+    try:
+        if marker is not None:
+            chain.check_identity(marker)
+        if applied is None or chain.target_version > applied or chain.target_version == 0:
+            wait_visible(lambda: _validate(chain, applied), visibility_timeout_seconds)
+    except BaseException:
+        chain.close()  # an error that is kept would keep its descriptors, too
+        raise
     return chain
 
 

@@ -146,12 +146,22 @@ def write_table(path: Path, marker_id: str, table: Mapping[str, str], *, durable
 
 
 def read_bound_table(path: Path, marker_id: str) -> Mapping[str, str] | None:
-    """Return xxh3-128 hex by tensor; None where the table is absent, damaged, or of another marker."""
+    """Return xxh3-128 hex by tensor; None where the table is absent, damaged, or of another marker.
+
+    Raises
+    ------
+    CheckpointIOError
+        It is there and cannot be read.
+    """
     try:
         document = json.loads(fsio.read_file(path, _MAX_TABLE_BYTES))
         bound = bool(marker_id) and document["id"] == marker_id
         table = dict(document["tensors"]) if bound else None
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+    except OSError as err:
+        if is_absence(err):
+            return None
+        raise local_io_error(err, "reading the digest table", path) from err
+    except (ValueError, TypeError, KeyError, RecursionError):
         return None
     if table is None or not all(isinstance(text, str) for text in table.values()):
         return None

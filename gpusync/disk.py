@@ -106,9 +106,14 @@ def pull(
                     hook = HookCall(pre_read_hook, os.fspath(source_dir), target_version)
                     lock.hold_until_returned(hook)
                     hook.run(settings.hook_timeout_seconds, progress)
-            with clock.stage("open"):
-                wait_visible(update.validate, visibility_timeout_seconds, progress)
-            return update.commit(update.stage())
+
+            def stage() -> Staged:
+                with clock.stage("open"):
+                    update.validate()
+                return update.stage()
+
+            # Both: a mount may show headers before the bytes behind them.
+            return update.commit(wait_visible(stage, visibility_timeout_seconds, progress))
 
 
 @dataclass(frozen=True)
@@ -294,13 +299,17 @@ class FolderUpdate:
         with find_evidence(self._chain, state, fold) as evidence:
             found = audit(state.layout, self._chain.source.files, fold, evidence, self._progress)
         if evidence is None:
-            self._notes.append(
+            self._note(
                 f"version {state.marker.version} was taken over as it stands: "
                 "its versions are gone, nothing proves its bytes"
             )
         if found.bad:
-            self._notes.append(f"{len(found.bad)} damaged tensor(s) are rebuilt from the seed")
+            self._note(f"{len(found.bad)} damaged tensor(s) are rebuilt from the seed")
         return found
+
+    def _note(self, text: str) -> None:
+        if text not in self._notes:  # staged again, after a wait for the source
+            self._notes.append(text)
 
     def _base_changed(self, marker: Marker) -> bool:
         """True where the folder stands at version 0 of another base than the one given."""

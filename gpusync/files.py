@@ -32,6 +32,10 @@ class FileChangedError(OSError):
     """The file under a name is no longer the one that was validated."""
 
 
+class FileCutError(FileChangedError):
+    """The file ended before the bytes that it had when it was validated."""
+
+
 @dataclass(slots=True)
 class _Open:
     """An open file; ``retired`` once its name stands for another one, and closed when its last reader is done."""
@@ -50,7 +54,7 @@ class OpenFiles:
     max_open
         Idle descriptors kept. Those in use at one moment may exceed it by the number of threads.
     retries
-        How often a read that failed with EIO, ESTALE or ETIMEDOUT is repeated on a fresh descriptor.
+        How often a read that ended early, or failed with EIO, ESTALE or ETIMEDOUT, is repeated on a fresh descriptor.
     """
 
     def __init__(self, max_open: int, retries: int) -> None:
@@ -67,7 +71,7 @@ class OpenFiles:
         Raises
         ------
         FileChangedError
-            The file is not the one of ``stamp``, or ended early.
+            The file is not the one of ``stamp``; FileCutError where it ended early.
         OSError
             As the system says, after the retries.
         """
@@ -79,17 +83,16 @@ class OpenFiles:
                 finally:
                     self._release(entry)
                 if got != len(buffer):
-                    raise FileChangedError(
+                    raise FileCutError(
                         errno.ESTALE,
                         f"ended {len(buffer) - got} bytes early at {offset + got}",
                         str(path),
                     )
                 return
-            except FileChangedError:
-                raise
             except OSError as err:
                 self.forget(path)
-                if err.errno not in _RETRIED or attempt == self._retries:
+                changed = isinstance(err, FileChangedError) and not isinstance(err, FileCutError)
+                if changed or err.errno not in _RETRIED or attempt == self._retries:
                     raise
 
     def stamp(self, path: Path) -> FileStamp:
@@ -117,7 +120,7 @@ class OpenFiles:
             self._files.clear()
         large = [fd for fd in fds if _is_large_and_unlinked(fd)]
         for fd in set(fds).difference(large):
-            fsio.close(fd)
+            fsio.close_read(fd)
         if large:
             threading.Thread(target=_close_all, args=(large,), name="gpusync-close").start()
 
@@ -147,7 +150,7 @@ class OpenFiles:
                             errno.ESTALE, "replaced since it was validated", str(path)
                         )
                 except OSError:
-                    fsio.close(fd)
+                    fsio.close_read(fd)
                     raise
                 entry = self._files[path] = _Open(fd, found)
             self._files.move_to_end(path)
@@ -158,7 +161,7 @@ class OpenFiles:
         with self._lock:
             entry.users -= 1
             if entry.retired and entry.users == 0:
-                fsio.close(entry.fd)
+                fsio.close_read(entry.fd)
             self._close_idle()
 
     def _retire(self, path: Path) -> None:
@@ -167,7 +170,7 @@ class OpenFiles:
             return
         entry.retired = True
         if entry.users == 0:
-            fsio.close(entry.fd)
+            fsio.close_read(entry.fd)
 
     def _close_idle(self) -> None:
         if len(self._files) <= self._max_open:
@@ -175,7 +178,7 @@ class OpenFiles:
         for path, entry in list(self._files.items()):
             if entry.users == 0:
                 del self._files[path]
-                fsio.close(entry.fd)
+                fsio.close_read(entry.fd)
             if len(self._files) <= self._max_open:
                 return
 
@@ -190,7 +193,7 @@ def _is_large_and_unlinked(fd: int) -> bool:
 
 def _close_all(fds: list[int]) -> None:
     for fd in fds:
-        fsio.close(fd)
+        fsio.close_read(fd)
 
 
 def _stamp_of(fd: int) -> FileStamp:

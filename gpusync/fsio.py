@@ -2,8 +2,8 @@
 
 Callers use ``fsio.name(...)`` and never ``os`` or ``open``, so that a test can put an error, a short read or a
 kill at each operation by replacing the functions listed in ``OPERATIONS``. Functions raise OSError as the system
-gives it; callers turn it into the error their caller can act on. EINTR is retried by the interpreter (PEP 475);
-short reads and writes are resumed here.
+gives it; callers turn it into the error their caller can act on. What a signal cuts short is tried again, by the
+interpreter (PEP 475) or here; short reads and writes are resumed here.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ import json
 import os
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
+
+Result = TypeVar("Result")
 
 READ_OPERATIONS = ("open_regular", "pread_into", "fstat", "lstat", "stat_path", "list_dir")
 WRITE_OPERATIONS = (
@@ -47,9 +49,12 @@ def open_regular(path: Path) -> int:
         As the system says; EINVAL where the path is not a regular file.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+    except BaseException:
+        close_read(fd)
+        raise
     return fd
 
 
@@ -69,27 +74,28 @@ def fstat(fd: int) -> os.stat_result:
 
 
 def lstat(path: Path) -> os.stat_result:
-    return os.lstat(path)
+    return _uninterrupted(lambda: os.lstat(path))
 
 
 def stat_path(path: Path) -> os.stat_result:
     """Like ``lstat``, of the file that a link leads to."""
-    return os.stat(path)
+    return _uninterrupted(lambda: os.stat(path))
 
 
 def list_dir(path: Path) -> list[str]:
     """Return the names in a folder, sorted."""
-    return sorted(os.listdir(path))
+    return sorted(_uninterrupted(lambda: os.listdir(path)))
 
 
 def create(path: Path, mode: int = 0o644) -> int:
     """Create a new file for reading and writing; an old one of that name is unlinked first, never written through."""
-    try:
-        os.unlink(path)
-    except FileNotFoundError:
-        pass
+    unlink(path)
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    os.fchmod(fd, mode)
+    try:
+        os.fchmod(fd, mode)
+    except BaseException:
+        close_read(fd)
+        raise
     return fd
 
 
@@ -115,10 +121,12 @@ def append(path: Path, line: bytes) -> None:
     """Append a line to a file (made if it is not there), durably."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     try:
-        os.write(fd, line)
+        left = memoryview(line)
+        while left:
+            left = left[os.write(fd, left) :]
         os.fsync(fd)
     finally:
-        os.close(fd)
+        close_read(fd)
 
 
 def fsync(fd: int) -> None:
@@ -131,31 +139,40 @@ def fsync_dir(path: Path) -> None:
     try:
         os.fsync(fd)
     finally:
-        os.close(fd)
+        close_read(fd)
 
 
 def rename(old: Path, new: Path) -> None:
     """Rename within one file system, replacing ``new``."""
-    os.replace(old, new)
+    interrupted = False
+    while True:
+        try:
+            return os.replace(old, new)
+        except InterruptedError:
+            interrupted = True
+        except FileNotFoundError:
+            if not interrupted:
+                raise
+            return None  # the try that was cut short had done it
 
 
 def unlink(path: Path) -> None:
     """Remove a name; one that is already gone is fine."""
     try:
-        os.unlink(path)
+        _uninterrupted(lambda: os.unlink(path))
     except FileNotFoundError:
         pass
 
 
 def make_dir(path: Path) -> None:
     """Create a folder and its parents; one that is already there is fine."""
-    os.makedirs(path, exist_ok=True)
+    _uninterrupted(lambda: os.makedirs(path, exist_ok=True))
 
 
 def remove_dir(path: Path) -> None:
     """Remove an empty folder; one that is already gone is fine."""
     try:
-        os.rmdir(path)
+        _uninterrupted(lambda: os.rmdir(path))
     except FileNotFoundError:
         pass
 
@@ -166,12 +183,21 @@ def scratch_file(folder: Path | None) -> IO[bytes]:
 
 
 def close(fd: int) -> None:
+    """Close a file that was written: some file systems say only now that bytes were lost."""
     os.close(fd)
+
+
+def close_read(fd: int) -> None:
+    """Close a file that was only read, or fsynced: the descriptor is gone whatever the system says, and that is all."""
+    try:
+        os.close(fd)
+    except OSError:
+        pass
 
 
 def free_bytes(path: Path) -> int:
     """Return the bytes that this user can still allocate on the folder's file system."""
-    info = os.statvfs(path)
+    info = _uninterrupted(lambda: os.statvfs(path))
     return info.f_bavail * info.f_frsize
 
 
@@ -198,6 +224,15 @@ def truncate(fd: int, nbytes: int) -> None:
     os.ftruncate(fd, nbytes)
 
 
+def _uninterrupted(call: Callable[[], Result]) -> Result:
+    """Call again while a signal cuts it short: the interpreter does not for every function."""
+    while True:
+        try:
+            return call()
+        except InterruptedError:
+            continue
+
+
 # ---- composed of the operations above ---------------------------------------------------------------
 
 
@@ -207,7 +242,8 @@ def read_file(path: Path, max_bytes: int) -> bytes:
     Raises
     ------
     OSError
-        EFBIG where it holds more than ``max_bytes``; nothing of that size is allocated.
+        EFBIG where it holds more than ``max_bytes``; nothing of that size is allocated. EIO where it ended before its
+        size: half of a file is not the file.
     """
     fd = open_regular(path)
     try:
@@ -216,9 +252,11 @@ def read_file(path: Path, max_bytes: int) -> bytes:
             raise OSError(errno.EFBIG, f"{nbytes} bytes, over the cap of {max_bytes}", str(path))
         buffer = bytearray(nbytes)
         got = pread_into(fd, memoryview(buffer), 0)
-        return bytes(buffer[:got])
+        if got != nbytes:
+            raise OSError(errno.EIO, f"ended {nbytes - got} bytes early at {got}", str(path))
+        return bytes(buffer)
     finally:
-        close(fd)
+        close_read(fd)
 
 
 def fsync_file(path: Path) -> None:
@@ -227,7 +265,7 @@ def fsync_file(path: Path) -> None:
     try:
         fsync(fd)
     finally:
-        close(fd)
+        close_read(fd)
 
 
 def write_file(path: Path, data: bytes, *, durable: bool, mode: int = 0o644) -> None:

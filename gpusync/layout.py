@@ -96,11 +96,17 @@ def read_shard(
 
 
 def is_unchanged(shard: Shard) -> bool:
-    """True while the file under a shard's name is the one that was validated."""
+    """True while the file under a shard's name is the one that was validated.
+
+    Raises
+    ------
+    SourceNotReadyError, HeaderFormatError
+        It is gone, or cannot be looked at: nothing says that it changed.
+    """
     try:
         info = fsio.stat_path(shard.path)
-    except OSError:
-        return False
+    except OSError as err:
+        raise unreadable(err, shard.path) from err
     return (info.st_ino, info.st_size, info.st_mtime_ns) == (
         shard.stamp.inode,
         shard.stamp.nbytes,

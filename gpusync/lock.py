@@ -68,14 +68,14 @@ class FolderLock:
             fsio.truncate(self._fd, 0)
             fsio.pwrite(self._fd, memoryview(f"{os.getpid()}\n".encode()), 0)
         except OSError as err:
-            fsio.close(self._fd)
+            fsio.close_read(self._fd)
             raise CheckpointIOError(
                 f"lock cannot be taken: {err.strerror}; the folder must be on a local file system",
                 file=str(self._path),
                 errno=err.errno,
             ) from err
         except BaseException:
-            fsio.close(self._fd)
+            fsio.close_read(self._fd)
             raise
         return self
 
@@ -111,4 +111,4 @@ def _unlock(fd: int) -> None:
     try:
         fsio.release_flock(fd)
     finally:
-        fsio.close(fd)
+        fsio.close_read(fd)

@@ -140,7 +140,7 @@ def current_boot_id() -> str:
     try:
         got = fsio.pread_into(fd, memoryview(buffer), 0)
     finally:
-        fsio.close(fd)
+        fsio.close_read(fd)
     return buffer[:got].decode("ascii", "replace").strip()
 
 

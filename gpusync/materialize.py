@@ -7,17 +7,18 @@ staging is written.
 from __future__ import annotations
 
 import contextlib
+import errno
 import stat
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from gpusync import fsio
 from gpusync.blobs import BlobSource
 from gpusync.checkpoint import local_io_error
 from gpusync.errors import DigestMismatchError, GpuSyncError
-from gpusync.files import OpenFiles
+from gpusync.files import FileChangedError, OpenFiles
 from gpusync.fold import (
     FileOrigin,
     FileSink,
@@ -31,6 +32,8 @@ from gpusync.layout import Layout, Shard, unreadable
 from gpusync.route import Route
 from gpusync.timing import Meter
 from gpusync.types import Algorithm, Digest, ProgressCallback
+
+Result = TypeVar("Result")
 
 NOTHING_TO_FOLD = Route("applied", 0, 0)
 """The route of a tensor that is only read."""
@@ -287,36 +290,49 @@ def mismatch(plan: TensorPlan, got: Digest) -> DigestMismatchError:
 def copy_file(source: Path, target: Path) -> int:
     """Copy a checkpoint's side file (config, tokenizer) into staging, in pieces; return its size.
 
+    No digest tells a torn side file from a whole one, so the size must be right, and the file must be the same before
+    and after.
+
     Raises
     ------
     SourceNotReadyError, HeaderFormatError
-        The source cannot be read.
+        The source cannot be read, ended early, or changed while it was read.
     OSError
         The local disk failed.
     """
-    try:
-        origin = fsio.open_regular(source)
-    except OSError as err:
-        raise unreadable(err, source) from err
-    try:
-        copy = fsio.create(target, stat.S_IMODE(fsio.fstat(origin).st_mode) | stat.S_IWUSR)
+
+    def reading(operation: Callable[..., Result], *arguments: object) -> Result:
         try:
+            return operation(*arguments)
+        except OSError as err:
+            raise unreadable(err, source) from err
+
+    origin = reading(fsio.open_regular, source)
+    try:
+        before = reading(fsio.fstat, origin)
+        copy = fsio.create(target, stat.S_IMODE(before.st_mode) | stat.S_IWUSR)
+        try:
+            buffer = memoryview(bytearray(min(_COPY_BYTES, before.st_size)))
             done = 0
-            buffer = memoryview(bytearray(_COPY_BYTES))
-            while True:
-                try:
-                    got = fsio.pread_into(origin, buffer, done)
-                except OSError as err:
-                    raise unreadable(err, source) from err
-                fsio.pwrite(copy, buffer[:got], done)
+            while done < before.st_size:
+                piece = buffer[: before.st_size - done]
+                got = reading(fsio.pread_into, origin, piece, done)
+                if got < len(piece):
+                    raise _changed(source, f"ended {len(piece) - got} bytes early at {done + got}")
+                fsio.pwrite(copy, piece, done)
                 done += got
-                if got < _COPY_BYTES:
-                    break
-            return done
         finally:
             fsio.close(copy)
+        after = reading(fsio.fstat, origin)
+        if (after.st_size, after.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
+            raise _changed(source, "rewritten meanwhile")
+        return done
     finally:
-        fsio.close(origin)
+        fsio.close_read(origin)
+
+
+def _changed(source: Path, how: str) -> GpuSyncError:
+    return unreadable(FileChangedError(errno.ESTALE, how, str(source)), source)
 
 
 def _plan(

@@ -7,14 +7,22 @@ What is left after a crash needs neither the publisher nor the network.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from gpusync import fsio
 from gpusync.chain import Chain
-from gpusync.checkpoint import FolderPaths, read_bound_table
+from gpusync.checkpoint import FolderPaths, is_absence, local_io_error, read_bound_table
 from gpusync.config import Settings
-from gpusync.errors import CheckpointError
+from gpusync.errors import (
+    ChainError,
+    CheckpointError,
+    DigestMismatchError,
+    FormatError,
+    SourceNotReadyError,
+    VersionConflictError,
+)
 from gpusync.fold import Fold
 from gpusync.index import INDEX_NAME, MANIFEST_NAME
 from gpusync.layout import read_layout
@@ -32,13 +40,15 @@ from gpusync.swap import BuildShard, Journal
 from gpusync.types import Digest, ProgressCallback
 
 
-def spool_versions(route: Route, paths: FolderPaths) -> None:
+def spool_versions(route: Route, paths: FolderPaths, settings: Settings) -> None:
     """Copy the route's deltas into the spool, fsynced: index and manifest last, as a publisher writes them.
 
     Raises
     ------
     SourceNotReadyError, HeaderFormatError
         The source cannot be read.
+    VersionConflictError
+        A version is not the one that was validated any more.
     OSError
         The local disk failed.
     """
@@ -53,6 +63,21 @@ def spool_versions(route: Route, paths: FolderPaths) -> None:
         fsio.fsync_dir(folder)
     fsio.make_dir(paths.spool)
     fsio.fsync_dir(paths.spool)
+    with (
+        Chain(
+            paths.spool, route.target, checkpoint=None, base_dir=None, settings=settings
+        ) as spooled,
+        _all_is_local(paths),
+    ):
+        for delta in route.deltas:
+            got = spooled.version(delta.version).fingerprint
+            if got != delta.fingerprint:
+                raise VersionConflictError(
+                    "the version was replaced while it was read; pull again",
+                    version=delta.version,
+                    expected=delta.fingerprint,
+                    got=got,
+                )
 
 
 def reserve_rolling(paths: FolderPaths, plans: Sequence[ShardPlan]) -> None:
@@ -115,9 +140,14 @@ def shard_builder(
         paths.spool, journal.after.version, checkpoint=None, base_dir=None, settings=settings
     )
     files = chain.source.files
-    route = chain.route(journal.from_version)
-    layout = read_layout(paths.folder, files, settings)
-    plans = {plan.file: plan for plan in plan_shards(layout, route, files, known=table)}
+    try:
+        with _all_is_local(paths):
+            route = chain.route(journal.from_version)
+            layout = read_layout(paths.folder, files, settings)
+            plans = {plan.file: plan for plan in plan_shards(layout, route, files, known=table)}
+    except BaseException:
+        chain.close()
+        raise
 
     def build(file: str) -> None:
         if file not in plans:
@@ -127,12 +157,38 @@ def shard_builder(
         fsio.make_dir(paths.new_files)
         fsio.unlink(paths.reserve)
         reserve_shards([plans[file]], paths.new_files)
-        Materializer(fold, _refuse, progress).write([plans[file]], paths.new_files)
+        with _all_is_local(paths):
+            Materializer(fold, _refuse, progress).write([plans[file]], paths.new_files)
         fsio.fsync_file(paths.new_files / file)
         fsio.fsync_dir(paths.new_files)
         files.forget(paths.folder / file)  # the old file's blocks are free once it is replaced
 
     return chain, build
+
+
+@contextmanager
+def _all_is_local(paths: FolderPaths) -> Iterator[None]:
+    """Turn what the readers say of a published version into what it means here: spool and old shards are local files.
+
+    A disk that cannot be read keeps the swap, to be resumed when it can. Only what is damaged ends it.
+    """
+    try:
+        yield
+    except VersionConflictError:
+        raise
+    except (SourceNotReadyError, FormatError, ChainError, DigestMismatchError) as err:
+        cause = err.__cause__
+        if isinstance(cause, OSError) and not is_absence(cause):
+            raise local_io_error(
+                cause, "reading the spool and the old shards", paths.folder
+            ) from err
+        raise CheckpointError(
+            "the spool, or a shard that is still old, is damaged; pull again to rebuild the folder: "
+            + err.message,
+            version=err.version,
+            file=err.file,
+            tensor=err.tensor,
+        ) from err
 
 
 def _refuse(plan: TensorPlan, got: Digest) -> TensorPlan:

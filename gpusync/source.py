@@ -180,8 +180,12 @@ class Source:
             A version's files are gone or unreadable now, while other files of it were replaced.
         """
         for known in versions:
-            if all(is_unchanged(shard) for shard in known.shards.values()):
-                continue
+            try:
+                if all(is_unchanged(shard) for shard in known.shards.values()):
+                    continue
+            except (SourceNotReadyError, FormatError) as err:
+                if known.kind == "full":
+                    raise err.located(version=known.version) from err.__cause__
             if known.kind == "full":  # equal headers say nothing of its bytes, and no digest does
                 raise VersionConflictError(
                     "the full version was rewritten while it was read; pull again",

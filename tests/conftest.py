@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.crash.figures import counted
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 
@@ -21,3 +23,8 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 def repository() -> Path:
     """Root of the checkout."""
     return REPOSITORY
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for name, count in sorted(counted.items()):
+        terminalreporter.write_line(f"{name}: {count:,}")

@@ -44,6 +44,8 @@ class Death:
     operations: tuple[str, ...]
     outcome: str
     error: str
+    seconds: float = 0.0
+    """How long it took, if it was not killed."""
 
     @property
     def killed(self) -> bool:
@@ -70,13 +72,18 @@ class Victim:
         *,
         local: Path | None = None,
         options: Mapping[str, Any] | None = None,
+        job: str = "pull",
         **fault: Any,
     ) -> Death:
-        """Pull in a fork, with one thread so that operations come in one order; die where ``fault`` says."""
+        """Pull in a fork, with one thread so that operations come in one order; die where ``fault`` says.
+
+        ``job="update"``: prepare, commit and finish an update of a module that holds the folder's tensors.
+        """
         environment = {k: v for k, v in os.environ.items() if k.startswith("GPUSYNC_")}
         folder = local or stream.local
         request = {
-            "pull": [str(folder), str(stream.base), str(stream.source), target],
+            "job": job,
+            "paths": [str(folder), str(stream.base), str(stream.source), target],
             "options": dict(options or {}),
             "environment": {"GPUSYNC_THREADS": "1", **environment},
             "fault": fault,
@@ -252,6 +259,11 @@ def open_descriptors() -> list[str]:
     return sorted(names)
 
 
+def count_of_descriptors() -> int:
+    """Return how many descriptors this process has open; cheap, and counting those that wait for collection."""
+    return len(os.listdir("/proc/self/fd"))
+
+
 def files_of(folder: Path) -> dict[str, bytes]:
     """Return what an engine could see in a folder: its top-level files."""
     if not folder.exists():
@@ -263,6 +275,20 @@ def state_files(folder: Path) -> set[str]:
     """Return every file and folder under ``.weight_sync``, by path from the checkpoint's folder."""
     state = folder / ".weight_sync"
     return {str(path.relative_to(folder)) for path in state.rglob("*")}
+
+
+def copy_keeping_inodes(folder: Path, to: Path) -> None:
+    """Copy a folder by hard links: a rolling journal knows its new files by inode, and no file is written in place.
+
+    Only the lock file and the note of rolled files are, so those are copied.
+    """
+    shutil.rmtree(to, ignore_errors=True)
+    shutil.copytree(folder, to, copy_function=os.link)
+    for name in ("lock", "rolled.jsonl"):
+        path = to / ".weight_sync" / name
+        if path.exists():
+            path.unlink()
+            shutil.copy2(folder / ".weight_sync" / name, path)
 
 
 def without_config(files: Mapping[str, bytes]) -> dict[str, bytes]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from pathlib import Path
 
 import pytest
@@ -11,7 +9,7 @@ import pytest
 from gpusync import fsio
 from gpusync.errors import SourceNotReadyError
 from gpusync.swap import Step
-from tests.crash.harness import DELTA, FULL, SEED, Case, Scene, Scenes, Victim
+from tests.crash.harness import DELTA, FULL, SEED, Case, Scene, Scenes, Victim, copy_keeping_inodes
 from tests.driver import Trace
 
 # What starts from a seed has no old shards to roll over: it is always staged.
@@ -89,7 +87,7 @@ def test_kill_again_at_every_write_operation_of_the_recovery(
     resumable = "aside" not in name and "journaled" not in name
     number = 0
     while True:
-        _copy_keeping_inodes(left, scene.local)
+        copy_keeping_inodes(left, scene.local)
         scene.hide_versions()
         death = victim.pull(scene.stream, scene.case.target, operation=number)
         scene.check_no_file_is_torn(f"{name}, then operation {number}")
@@ -110,18 +108,6 @@ def test_kill_again_at_every_write_operation_of_the_recovery(
     assert death.exit == (0 if resumable else 3), death
     assert number >= 8, "recovery did too little for this test to mean anything"
     scene.show_versions()
-
-
-def _copy_keeping_inodes(folder: Path, to: Path) -> None:
-    """Copy a folder by hard links: a rolling journal knows its new files by inode, and no file is written in place.
-
-    Only the lock file is, so that one is copied.
-    """
-    shutil.rmtree(to, ignore_errors=True)
-    shutil.copytree(folder, to, copy_function=os.link)
-    lock = to / ".weight_sync" / "lock"
-    lock.unlink()
-    lock.touch()
 
 
 @pytest.mark.parametrize("renamed", [0, 1, 2, 3])

@@ -3,12 +3,14 @@
 It imports gpusync once and forks for every request, so that one kill costs milliseconds. Requests and answers are
 lines of JSON on its standard input and output.
 
-request  ``{"pull": [local, base, source, target], "options": {...}, "environment": {...}, "fault": {...}}``
-answer   ``{"exit": code or -signal, "steps": [...], "operations": [...], "outcome": "...", "error": "..."}``
+request  ``{"job": "pull" or "update", "paths": [local, base, source, target], "options": {...}, "environment": {...}, "fault": {...}}``
+answer   ``{"exit": code or -signal, "steps": [...], "operations": [...], "outcome": "...", "error": "...", "seconds": x}``
+
+An update prepares, commits and finishes one of a module that holds the local folder's tensors.
 
 A fault is one of: ``{"step": n}``, die when that step is reached; ``{"operation": n}``, die before the n-th write
 operation; ``{"operation": n, "half": true}``, die within it, with half of its bytes written; ``{"rename": n}``, die
-after the n-th shard was renamed into the folder. ``"signal": n`` is died of in place of SIGKILL; ``"free_bytes": n`` is what the file system says is free.
+after the n-th shard was renamed into the folder; ``{"after_seconds": x}``, be killed from outside, wherever that is. ``"signal": n`` is died of in place of SIGKILL; ``"free_bytes": n`` is what the file system says is free.
 """
 
 from __future__ import annotations
@@ -17,12 +19,14 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import gpusync
 from gpusync import advance, disk, fsio, swap
+from tests import live
 
 STEP_USERS = (swap, advance, disk)
 
@@ -77,11 +81,20 @@ class Watch:
 
 def child(request: dict[str, Any], notes: int) -> None:
     os.environ.update(request["environment"])
-    local, base, source, target = request["pull"]
+    local, base, source, target = request["paths"]
+    model = live.model_from(Path(local)) if request["job"] == "update" else None
     watch = Watch(request["fault"], Path(local), notes)
+    watch.note("begun", time.monotonic())
     try:
-        report = gpusync.pull(local, base, source, target, **request["options"])
-        watch.note("outcome", report.outcome)
+        if model is None:
+            outcome = gpusync.pull(local, base, source, target, **request["options"]).outcome
+        else:
+            chain = gpusync.open_chain(source, target, checkpoint=local, base_dir=base)
+            update = gpusync.prepare(model, chain, device="cpu", **request["options"])
+            update.commit()
+            outcome = update.finish().outcome
+        watch.note("ended", time.monotonic())
+        watch.note("outcome", outcome)
     except gpusync.GpuSyncError as err:
         watch.note("error", f"{type(err).__name__}: {err}")
         os._exit(3)
@@ -98,19 +111,28 @@ def serve(request: dict[str, Any]) -> dict[str, Any]:
             os._exit(7)
     os.close(writer)
     answer: dict[str, Any] = {"steps": [], "operations": [], "outcome": "", "error": ""}
+    times = {}
     with os.fdopen(reader) as lines:
         for line in lines:
             kind, value = json.loads(line)
+            if kind in ("begun", "ended"):
+                times[kind] = value
+                if kind == "begun" and "after_seconds" in request["fault"]:
+                    time.sleep(request["fault"]["after_seconds"])
+                    os.kill(pid, signal.SIGKILL)
+                continue
             if kind in ("steps", "operations"):
                 answer[kind].append(value)
             else:
                 answer[kind] = value
+    answer["seconds"] = times.get("ended", 0.0) - times.get("begun", 0.0)
     answer["exit"] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     return answer
 
 
 def main() -> None:
-    gpusync.pull  # noqa: B018  resolves the name, and with it every import that a pull needs
+    # Resolves the names, and with them every import that the jobs need.
+    gpusync.pull, gpusync.open_chain, gpusync.prepare  # noqa: B018
     for line in sys.stdin:
         print(json.dumps(serve(json.loads(line))), flush=True)
 
