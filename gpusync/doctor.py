@@ -16,6 +16,7 @@ from typing import Any
 import gpusync
 from gpusync import fsio
 from gpusync.config import Settings
+from gpusync.lock import lock_problem
 from gpusync.types import Report
 
 _PACKAGES = {
@@ -61,7 +62,7 @@ class Diagnosis(Report):
     why_not_more
         What is missing for the paths that cannot be taken: "cuda", and "emulated" for tests.
     warnings
-        What will hurt: a network file system under a lock, a missing digest package.
+        What will hurt: a network file system under a lock, a lock that keeps nobody out, a missing digest package.
     """
 
     gpusync: str
@@ -81,6 +82,8 @@ class Diagnosis(Report):
 
 def diagnose(folders: tuple[Path, ...]) -> Diagnosis:
     """Look at this process, this machine and the given folders; changes nothing.
+
+    Locks are tried on a file that is removed again, where the folder can be written to.
 
     Raises
     ------
@@ -207,4 +210,7 @@ def _warnings(
                 f"{folder.path} lies on {folder.file_system}: fine for a source, but a local checkpoint needs a "
                 "local file system (its lock is one host's)"
             )
+        problem = lock_problem(Path(folder.path))
+        if problem is not None:
+            found.append(f"{folder.path}: {problem}; no local checkpoint can be kept there")
     return tuple(found)

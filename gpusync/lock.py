@@ -2,22 +2,70 @@
 
 The kernel frees it when its holder dies, so there is no stale lock to break. The file itself stays: unlinking it
 would let two processes hold "the" lock.
+
+Some file systems have no flock, and on some it succeeds and keeps nobody out. A flock belongs to an open file, not to a
+process: a second descriptor of the same process must not get it. That is tried each time, and a folder whose lock means
+nothing is refused. A lease in its place (boot id, pid, start time of the holder) would need the clock and the pids of
+whoever else uses the folder, on a file system that already breaks its word; other receivers know nothing of it, too.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from pathlib import Path
 from types import TracebackType
 
 from gpusync import fsio
-from gpusync.errors import CheckpointIOError, LockTimeoutError
+from gpusync.errors import CheckpointError, CheckpointIOError, LockTimeoutError
 from gpusync.hook import HookCall
 from gpusync.marker import STATE_DIR
 from gpusync.types import Progress, ProgressCallback
 
 _POLL_SECONDS = 0.05
+NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+"""What a file system without flock says (flock(2); Lustre without its mount option, NFS without a lock daemon)."""
+
+_ADVICE = "keep the local checkpoint on a file system of this host, or mount this one with locks"
+
+
+def excludes_others(path: Path) -> bool:
+    """True where the flock that this process holds on a file keeps a second descriptor out, as it must.
+
+    Raises
+    ------
+    OSError
+        As the system says.
+    """
+    fd = fsio.open_lock_file(path)
+    try:
+        if not fsio.try_flock(fd):
+            return True
+        fsio.release_flock(fd)
+        return False
+    finally:
+        fsio.close_read(fd)
+
+
+def lock_problem(folder: Path) -> str | None:
+    """Return why the flock of a folder's file system cannot be relied on; None where it can, or it cannot be tried.
+
+    Tried on a file of its own, which is removed again.
+    """
+    path = folder / f".gpusync-lock-probe.{os.getpid()}"
+    try:
+        fd = fsio.open_lock_file(path)
+    except OSError:
+        return None
+    try:
+        held = fsio.try_flock(fd)
+        return None if held and excludes_others(path) else "flock there keeps nobody out"
+    except OSError as err:
+        return f"flock fails there: {err.strerror}" if err.errno in NO_LOCKS else None
+    finally:
+        fsio.close_read(fd)
+        fsio.unlink(path)
 
 
 class FolderLock:
@@ -65,12 +113,16 @@ class FolderLock:
                 if self._progress is not None:
                     self._progress(Progress("lock", message="waiting for another process"))
                 time.sleep(_POLL_SECONDS)
+            if not excludes_others(self._path):
+                raise CheckpointError(
+                    f"flock succeeds here and keeps nobody out; {_ADVICE}", file=str(self._path)
+                )
             fsio.truncate(self._fd, 0)
             fsio.pwrite(self._fd, memoryview(f"{os.getpid()}\n".encode()), 0)
         except OSError as err:
             fsio.close_read(self._fd)
             raise CheckpointIOError(
-                f"lock cannot be taken: {err.strerror}; the folder must be on a local file system",
+                f"lock cannot be taken: {err.strerror}; {_ADVICE}",
                 file=str(self._path),
                 errno=err.errno,
             ) from err

@@ -28,6 +28,7 @@ from gpusync import fsio
 from gpusync.config import Settings
 from gpusync.errors import CheckpointIOError, VersionConflictError
 from gpusync.index import version_dir_name
+from gpusync.lock import NO_LOCKS, excludes_others
 
 log = logging.getLogger(__name__)
 
@@ -89,11 +90,13 @@ def publish_lock(source_dir: Path) -> Iterator[None]:
 
 
 def _try_lock(fd: int, source_dir: Path) -> bool:
-    """Return True where the lock is held, False where the file system has none."""
+    """Return True where the lock is held, False where the file system has none, or one that keeps nobody out."""
     try:
         held = fsio.try_flock(fd)
+        if held and not excludes_others(source_dir / _LOCK_NAME):
+            raise OSError(errno.ENOLCK, "flock keeps nobody out")
     except OSError as err:
-        if err.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+        if err.errno not in NO_LOCKS:
             raise
         log.warning("publish_lock_unsupported source_dir=%s errno=%s", source_dir, err.errno)
         return False
