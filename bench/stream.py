@@ -25,6 +25,7 @@ import gpusync
 
 FRAMINGS = ("seekable", "single")
 _SHARDS = 3
+_SEED = 7
 _PIECE = 4 << 20  # elements drawn at a time
 
 
@@ -52,8 +53,15 @@ class Stream:
         }
 
 
-def plan_tensors(model_nbytes: int) -> dict[str, tuple[int, ...]]:
-    """Return tensor -> shape of a Llama-like bf16 model of about ``model_nbytes``, embedding a quarter of it."""
+def plan_tensors(model_nbytes: int, tensors: int | None = None) -> dict[str, tuple[int, ...]]:
+    """Return tensor -> shape of a bf16 model of about ``model_nbytes``.
+
+    Llama-like, the embedding a quarter of it; or, with ``tensors``, that many of one size.
+    """
+    if tensors is not None:
+        return {
+            f"model.t{number}.weight": (model_nbytes // tensors // 2,) for number in range(tensors)
+        }
     hidden = 2048 if model_nbytes >= 500_000_000 else 1024 if model_nbytes >= 100_000_000 else 256
     kv, ffn = hidden // 4, hidden * 11 // 4
     block = {
@@ -69,12 +77,12 @@ def plan_tensors(model_nbytes: int) -> dict[str, tuple[int, ...]]:
     }
     layer_nbytes = 2 * sum(int(np.prod(shape)) for shape in block.values())
     layers = max(1, round(0.75 * model_nbytes / layer_nbytes))
-    tensors: dict[str, tuple[int, ...]] = {
+    shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (round(layers * layer_nbytes / 3 / 2 / hidden), hidden)
     }
     for layer in range(layers):
-        tensors |= {f"model.layers.{layer}.{name}": shape for name, shape in block.items()}
-    return tensors | {"model.norm.weight": (hidden,)}
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in block.items()}
+    return shapes | {"model.norm.weight": (hidden,)}
 
 
 class Weights:
@@ -88,10 +96,9 @@ class Weights:
         Tensor -> shape.
     """
 
-    def __init__(self, base_dir: Path, shapes: dict[str, tuple[int, ...]], seed: int = 7) -> None:
+    def __init__(self, base_dir: Path, shapes: dict[str, tuple[int, ...]]) -> None:
         self._folder = base_dir.with_name("work")
-        self._seed = seed
-        _write_base(base_dir, shapes, seed)
+        _write_base(base_dir, shapes)
         shutil.copytree(base_dir, self._folder)
         self.bits = _map_weights(self._folder)
 
@@ -103,7 +110,7 @@ class Weights:
     def move(self, density: float, version: int) -> None:
         """Move a share of the elements of every tensor by one unit in the last place."""
         for number, bits in enumerate(self.bits.values()):
-            rng = np.random.default_rng([self._seed, version, number])
+            rng = np.random.default_rng([_SEED, version, number])
             flat = bits.reshape(-1).view(np.int16)
             places = rng.integers(0, len(flat), max(1, round(len(flat) * density)))
             flat[places] += rng.integers(0, 2, len(places), dtype=np.int16) * 2 - 1
@@ -130,14 +137,14 @@ def make_stream(
     versions: int,
     framings: tuple[str, ...] = FRAMINGS,
     encoding: str = "xor",
-    seed: int = 7,
+    tensors: int | None = None,
 ) -> Stream:
     """Write the base checkpoint and one source folder per framing under ``root``, and settle them.
 
     Memory is bounded by the largest shard; the weights live in a mapped working copy that is removed at the end.
     """
     base_dir = root / "base"
-    weights = Weights(base_dir, plan_tensors(model_nbytes), seed)
+    weights = Weights(base_dir, plan_tensors(model_nbytes, tensors))
     digests = [weights.digests()]
     publishers = {
         framing: gpusync.Publisher(
@@ -171,7 +178,7 @@ def make_stream(
     )
 
 
-def _write_base(folder: Path, tensors: dict[str, tuple[int, ...]], seed: int) -> None:
+def _write_base(folder: Path, tensors: dict[str, tuple[int, ...]]) -> None:
     folder.mkdir(parents=True)
     shards: list[dict[str, tuple[int, ...]]] = [{}]
     total = sum(int(np.prod(shape)) for shape in tensors.values())
@@ -185,7 +192,7 @@ def _write_base(folder: Path, tensors: dict[str, tuple[int, ...]], seed: int) ->
     for number, shard in enumerate(shards, 1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         weight_map |= dict.fromkeys(shard, file)
-        rng = np.random.default_rng([seed, 0, number])
+        rng = np.random.default_rng([_SEED, 0, number])
         save_file(
             {name: _draw(shape, rng) for name, shape in shard.items()},
             folder / file,
