@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 _COMMON = {
     "hidden_size": 256,
@@ -67,6 +68,7 @@ _TEXT_CONFIG = {"Gemma3": "Gemma3TextConfig"}
 _HEAD = {"GPT2": "GPT2LMHeadModel"}
 
 KINDS = tuple(_KINDS)
+FP8_BLOCK = 128
 
 Tensors = dict[str, torch.Tensor]
 
@@ -90,6 +92,34 @@ def make_checkpoint(kind: str, folder: Path, **changes: Any) -> Path:
     return folder
 
 
+def make_fp8_checkpoint(folder: Path) -> Path:
+    """Write a Llama checkpoint whose linear layers are quantised by blocks, as published ones are."""
+    make_checkpoint("llama", folder)
+    weights: Tensors = {}
+    for name, tensor in read(folder).items():
+        if "_proj." not in name:
+            weights[name] = tensor
+            continue
+        rows, columns = tensor.shape
+        grid = (-(-rows // FP8_BLOCK), FP8_BLOCK, columns // FP8_BLOCK, FP8_BLOCK)
+        padded = torch.zeros(grid[0] * FP8_BLOCK, columns)
+        padded[:rows] = tensor.float()
+        scale = padded.reshape(grid).abs().amax(dim=(1, 3)) / 448
+        quantised = (padded.reshape(grid) / scale[:, None, :, None]).reshape(-1, columns)
+        weights[name] = quantised[:rows].to(torch.float8_e4m3fn)
+        weights[f"{name}_scale_inv"] = scale
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    block = [FP8_BLOCK, FP8_BLOCK]
+    config["quantization_config"] = {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": block,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 def read(folder: Path) -> Tensors:
     """Return every tensor of a checkpoint."""
     tensors: Tensors = {}
@@ -108,5 +138,9 @@ def trained(tensors: Tensors, seed: int, *, share: float = 0.03, only: object = 
             continue
         moved = torch.rand(tensor.shape, generator=generator) < share
         step = torch.randn(tensor.shape, generator=generator) * 0.02
-        new[name] = torch.where(moved, (tensor.float() * 1.01 + step).to(tensor.dtype), tensor)
+        changed = (tensor.float() * 1.01 + step).to(tensor.dtype)
+        new[name] = tensor.clone()
+        new[name].view(torch.uint8).reshape(*tensor.shape, -1)[moved] = changed.view(
+            torch.uint8
+        ).reshape(*tensor.shape, -1)[moved]
     return new

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+import itertools
+import multiprocessing
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,13 +26,12 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 
+PLAIN = "tests.engines.plain.PlainExtension"
 _PROMPTS = ([1, 2, 3, 4, 5], [900, 17, 4, 256], list(range(40, 70)))
 
 
 @contextmanager
-def serving(
-    folder: Path, extension: str = "tests.engines.plain.PlainExtension", ranks: int = 1
-) -> Iterator[Any]:
+def serving(folder: Path, extension: str = PLAIN, ranks: int = 1) -> Iterator[Any]:
     from vllm import LLM
 
     llm = LLM(
@@ -40,7 +42,7 @@ def serving(
         enforce_eager=True,
         enable_prefix_caching=False,
         worker_extension_cls=extension,
-        weight_transfer_config={"backend": "gpusync"} if "plain" in extension else None,
+        weight_transfer_config={"backend": "gpusync"} if extension == PLAIN else None,
         disable_log_stats=True,
         tensor_parallel_size=ranks,
     )
@@ -66,60 +68,89 @@ def answers(llm: Any) -> list[Any]:
     ]
 
 
+def answers_of_fresh(folder: Path) -> list[Any]:
+    """Return what a new ``LLM`` answers, in a process that is kept for the next one."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    with serving(folder) as llm:
+        found = answers(llm)
+    del llm
+    cleanup_dist_env_and_memory()
+    return found
+
+
 @dataclass
 class Live:
     """A model that serves, and the local checkpoint that follows it."""
 
     llm: Any
-    source: str
-    local: Path
+    root: Path
     base: Path
+    publisher: gpusync.Publisher
+    weights: models.Tensors
+    answered: dict[int, list[Any]] = field(default_factory=dict)
+    seeds: Iterator[int] = field(default_factory=itertools.count)
+
+    @classmethod
+    def on(cls, llm: Any, base: Path) -> Live:
+        publisher = gpusync.Publisher(base.parent / "source", base)
+        live = cls(llm, base.parent, base, publisher, models.read(base))
+        live.call("init_weight_transfer_engine", {"source_dir": live.source, **live.where})
+        live.answered[0] = answers(llm)
+        return live
+
+    @property
+    def source(self) -> str:
+        return str(self.root / "source")
+
+    @property
+    def local(self) -> Path:
+        return self.root / "local"
 
     @property
     def where(self) -> dict[str, str]:
         return {"checkpoint": str(self.local), "base_dir": str(self.base)}
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return self.call_all(method, *args, **kwargs)[0]
+    def publish(self) -> int:
+        self.weights = models.trained(self.weights, next(self.seeds))
+        return self.publisher.publish(self.weights.items())
 
-    def call_all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+    def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call a method of every worker; return what each returned."""
         results: list[Any] = self.llm.collective_rpc(method, args=args, kwargs=kwargs)
         return results
 
-    def apply(self, version: int) -> Any:
+    def extend(self, version: int) -> list[Any]:
+        """Update by the worker extension."""
         return self.call("gpusync_apply", self.source, version, **self.where)
 
-    def transfer(self, version: int, *phases: str) -> None:
-        """Update by vLLM's own calls for weight transfer, each phase in a session of its own."""
-        for phase in phases:
+    def transfer(self, version: int) -> None:
+        """Update by vLLM's own calls for weight transfer; every other time each phase in an update of its own."""
+        for phase in ("apply",) if version % 2 else ("prepare", "commit"):
             self.call("start_weight_update")
             self.call("update_weights", {"phase": phase, "target_version": version})
             self.call("finish_weight_update")
 
-
-@dataclass
-class Run:
-    """What is published, and one model that follows by each mount."""
-
-    root: Path
-    publisher: gpusync.Publisher
-    weights: models.Tensors
-    extension: Live
-    backend: Live
-    answered: dict[int, list[Any]] = field(default_factory=dict)
-
-    def publish(self) -> int:
-        seed = len(self.answered)
-        self.weights = models.trained(self.weights, seed + 100)
-        return self.publisher.publish(self.weights.items())
-
-    def keep(self, version: int, *followers: Live) -> None:
+    def keep(self, version: int) -> None:
         """Note what is answered, and the local checkpoint, to be compared with a fresh load later."""
-        for live in followers:
-            assert live.call("gpusync_version") == version
-            found = answers(live.llm)
-            assert self.answered.setdefault(version, found) == found
-        shutil.copytree(followers[-1].local, self.root / f"local_{version}")
+        assert set(self.call("gpusync_version")) == {version}
+        self.answered[version] = answers(self.llm)
+        assert self.answered[version] not in [
+            self.answered[v] for v in self.answered if v < version
+        ]
+        shutil.copytree(self.local, self.root / f"local_{version}")
+
+    def follow(self, update: Callable[[int], object]) -> None:
+        """Follow five versions one by one, then three at once."""
+        for _ in range(5):
+            version = self.publish()
+            update(version)
+            self.keep(version)
+        for _ in range(3):
+            version = self.publish()
+        update(version)
+        self.keep(version)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -128,52 +159,30 @@ def nothing_left() -> Iterator[None]:
     gc.collect()  # what engines leave to the collector is not the next module's
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    root = tmp_path_factory.mktemp("run")
-    base, source = models.make_checkpoint("llama", root / "base"), str(root / "source")
-    publisher = gpusync.Publisher(source, base)
-    with serving(base) as first, serving(base) as second:
-        extension = Live(first, source, root / "by_extension", base)
-        backend = Live(second, source, root / "by_backend", base)
-        yield Run(root, publisher, models.read(base), extension, backend)
+def test_updates_while_it_lives_equal_fresh_loads(tmp_path: Path) -> None:
+    base = models.make_checkpoint("llama", tmp_path / "base")
+    with serving(base) as llm:
+        live = Live.on(llm, base)
+        assert live.call("gpusync_version") == [None]
+        live.follow(live.extend)
+        live.follow(live.transfer)
+        refuse_a_corrupt_delta(live, live.extend)
+        refuse_a_corrupt_delta(live, live.transfer)
+        prepare_while_it_serves(live)
+        errors_keep_their_class(live)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.engines.plain"])  # vLLM, once
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        assert pool.submit(answers_of_fresh, base).result() == live.answered.pop(0)
+        assert len(live.answered) == 15
+        for version, found in live.answered.items():
+            fresh = pool.submit(answers_of_fresh, tmp_path / f"local_{version}")
+            assert fresh.result() == found, version
 
 
-def test_updates_while_it_lives_equal_fresh_loads(run: Run) -> None:
-    extension, backend = run.extension, run.backend
-    at_first = answers(extension.llm)
-    assert answers(extension.llm) == answers(backend.llm) == at_first
-    assert extension.call("gpusync_version") is None
-    backend.call(
-        "init_weight_transfer_engine", {"source_dir": run.extension.source, **backend.where}
-    )
-    for number in range(1, 6):
-        assert run.publish() == number
-        report = extension.apply(number)
-        assert (report["outcome"], report["to_version"]) == ("applied", number)
-        assert report["disk_version"] == number
-        backend.transfer(number, *(["apply"] if number % 2 else ["prepare", "commit"]))
-        run.keep(number, extension, backend)
-    chain = [run.publish() for _ in range(3)]
-    assert extension.apply(chain[-1])["versions"] == chain
-    backend.transfer(chain[-1], "apply")
-    run.keep(8, extension, backend)
-
-    refuse_a_corrupt_delta(run, extension)
-    prepare_while_it_serves(run, extension)
-    errors_keep_their_class(extension)
-
-    assert len({str(found) for found in [at_first, *run.answered.values()]}) == 8
-    for live in (extension, backend):
-        live.llm.llm_engine.engine_core.shutdown()
-    for version, found in run.answered.items():
-        with serving(run.root / f"local_{version}") as fresh:
-            assert answers(fresh) == found, version
-
-
-def refuse_a_corrupt_delta(run: Run, live: Live) -> None:
+def refuse_a_corrupt_delta(live: Live, update: Callable[[int], object]) -> None:
     before = answers(live.llm)
-    version = run.publish()
+    version = live.publish()
     folder = Path(live.source) / f"weight_v{version:06d}"
     shard = max(folder.glob("*.safetensors"), key=lambda path: path.stat().st_size)
     sound = shard.read_bytes()
@@ -181,31 +190,33 @@ def refuse_a_corrupt_delta(run: Run, live: Live) -> None:
     damaged[len(sound) // 2] ^= 0x40
     shard.write_bytes(damaged)
     with pytest.raises(Exception, match=r"(DigestMismatch|FrameFormat)Error: "):
-        live.apply(version)
-    assert live.call("gpusync_version") == version - 1
+        update(version)
+    assert live.call("gpusync_version") == [version - 1]
     assert answers(live.llm) == before
     shard.write_bytes(sound)
-    live.apply(version)
+    update(version)
+    live.keep(version)
 
 
-def prepare_while_it_serves(run: Run, live: Live) -> None:
-    before, version = answers(live.llm), run.publish()
+def prepare_while_it_serves(live: Live) -> None:
+    before, version = answers(live.llm), live.publish()
     live.call("gpusync_prepare", live.source, version, **live.where, background=True)
     with pytest.raises(Exception, match=r"PlacementError: an update of this model is prepar"):
         live.call("gpusync_prepare", live.source, version, **live.where)
-    while live.call("gpusync_phase")["phase"] == "preparing":
+    while live.call("gpusync_phase") == [{"phase": "preparing"}]:
         time.sleep(0.01)
     assert answers(live.llm) == before
     live.call("gpusync_discard")
     live.call("gpusync_prepare", live.source, version, **live.where)
-    assert live.call("gpusync_commit")["to_version"] == version
-    assert live.call("gpusync_finish")["disk_version"] == version
-    run.keep(version, live)
+    (committed,) = live.call("gpusync_commit")
+    (finished,) = live.call("gpusync_finish")
+    assert (committed["to_version"], finished["disk_version"]) == (version, version)
+    live.keep(version)
 
 
 def errors_keep_their_class(live: Live) -> None:
     with pytest.raises(Exception, match="SourceNotReadyError: "):
-        live.apply(99)
+        live.extend(99)
     with pytest.raises(Exception, match="DeviceError: there is no prepared update to commit"):
         live.call("gpusync_commit")
     with pytest.raises(Exception, match="unexpected keyword argument 'colour'"):
@@ -225,29 +236,20 @@ def test_packed_weights_are_refused(tmp_path: Path) -> None:
 
 def test_two_ranks_follow_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cores = sorted(os.sched_getaffinity(0))
-    if len(cores) < 2:
-        pytest.skip("two ranks need two cores")
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[1]}")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[-1]}")
     base = models.make_checkpoint("llama", tmp_path / "base")
-    publisher = gpusync.Publisher(tmp_path / "source", base)
-    weights, found = models.read(base), []
-    for seed in (1, 2):
-        weights = models.trained(weights, seed)
-        publisher.publish(weights.items())
     with serving(base, ranks=2) as llm:
-        live = Live(llm, str(tmp_path / "source"), tmp_path / "local", base)
-        found.append(answers(llm))
-        reports = live.call_all("gpusync_apply", live.source, 1, **live.where)
-        assert [report["to_version"] for report in reports] == [1, 1]
-        assert [report["write_back"] for report in reports] == ["sync", "none"]
-        found.append(answers(llm))
-        live.call("init_weight_transfer_engine", {"source_dir": live.source, **live.where})
-        live.transfer(2, "prepare", "commit")
-        found.append(answers(llm))
-        assert live.call_all("gpusync_version") == [2, 2]
+        live = Live.on(llm, base)
+        live.follow(live.extend)
+        live.follow(live.transfer)
         with pytest.raises(Exception, match="SourceNotReadyError: "):
-            live.apply(3)
-        assert answers(llm) == found[2]
-    assert found[0] != found[1] != found[2]
-    with serving(tmp_path / "local", ranks=2) as fresh:
-        assert answers(fresh) == found[2]
+            live.extend(17)
+        assert answers(llm) == live.answered[16]
+        version = live.publish()
+        reports = live.extend(version)
+        assert [report["to_version"] for report in reports] == [version, version]
+        assert [report["write_back"] for report in reports] == ["sync", "none"]
+        live.keep(version)
+    for version in (8, 17):
+        with serving(tmp_path / f"local_{version}", ranks=2) as fresh:
+            assert answers(fresh) == live.answered[version], version

@@ -31,6 +31,10 @@ _REFUSED = {
 _SHARDED = {2: ("llama", "llama_tied", "qwen3_moe"), 4: ("llama", "llama_tied", "qwen3")}
 _CASES = [
     *(pytest.param(1, kind, {}, id=f"{kind}-tp1") for kind in models.KINDS),
+    *(
+        pytest.param(1, kind, {"relayout": True}, id=f"{kind}-relaid")
+        for kind in ("qwen3_moe", "mixtral")
+    ),
     pytest.param(2, "qwen3_moe", {"enable_expert_parallel": True}, id="qwen3_moe-ep2"),
     *(pytest.param(n, kind, {}, id=f"{kind}-tp{n}") for n in _SHARDED for kind in _SHARDED[n]),
 ]
@@ -78,11 +82,13 @@ def test_updates_equal_a_load(
     ranks = ranks_of(size)
     base = models.make_checkpoint(kind, tmp_path / "base")
     names = models.read(base).keys()
-    ranks.all("load", base, options)
+    relayout = options.get("relayout", False)
+    ranks.all("load", base, {} if relayout else options)
     assert not any(ranks.all("why_not"))
-    reports = ranks.all("attach", base, False)
-    refused = refused_names(reports, names, apart=bool(options))
-    pattern = _REFUSED.get(kind)
+    reports = ranks.all("attach", base, relayout)
+    refused = refused_names(reports, names, apart="enable_expert_parallel" in options)
+    assert all(map(_EXPERT.search, reports[0]["relaid"])) and bool(reports[0]["relaid"]) == relayout
+    pattern = None if relayout else _REFUSED.get(kind)
     assert refused == {name for name in names if pattern is not None and pattern.search(name)}
     if kind == "deepseek_v2":
         (report,) = reports
@@ -104,6 +110,66 @@ def test_updates_equal_a_load(
             assert seen["error"] == "PlacementError" and min(one) in seen["text"]
 
 
+_FREEZING = {"inductor_compile_config": {"freezing": True}}
+_AUTOTUNE = {"inductor_compile_config": {"max_autotune": True}}
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({}, None),
+        ({"enforce_eager": False}, None),
+        ({"cpu_offload_gb": 1}, "serve without --cpu-offload-gb"),
+        ({"offload_group_size": 2}, "--offload-group-size"),
+        ({"enable_lora": True}, "serve without --enable-lora"),
+        ({"load_format": "ipc_cache"}, "serve without --load-format ipc_cache"),
+        ({"quantization": "fp8_per_block"}, "serve without --quantization fp8_per_block"),
+        ({"compilation_config": _FREEZING}, "without freezing in inductor_compile_config"),
+        ({"compilation_config": _AUTOTUNE}, None),
+        ({"compilation_config": _AUTOTUNE, "enforce_eager": False}, "or with --enforce-eager"),
+    ],
+)
+def test_what_vllm_is_served_with_and_refused_for(
+    ranks_of: Callable[[int], Ranks], options: dict[str, Any], says: str | None, tmp_path: Path
+) -> None:
+    base = models.make_checkpoint("llama", tmp_path / "base")
+    (why,) = ranks_of(1).all("why_not_served", base, options)
+    assert why is None if says is None else says in why
+
+
+def test_states_of_vllm_that_are_refused(ranks_of: Callable[[int], Ranks], tmp_path: Path) -> None:
+    base = models.make_checkpoint("llama", tmp_path / "base")
+    ranks = ranks_of(1)
+    ranks.all("load", base, {})
+    (why,) = ranks.all("why_not_asleep", base, "weights")
+    assert "wake_up(tags=['weights']) first" in why
+    assert ranks.all("why_not_asleep", base, "kv_cache") == [None]
+    (why,) = ranks.all("why_not_wrapped", base)
+    assert "layers.0.mlp.gate_up_proj is wrapped" in why and "without --enable-lora" in why
+    assert ranks.all("why_not") == [None]
+
+
+def test_layers_of_a_quantised_checkpoint_are_refused_one_by_one(
+    ranks_of: Callable[[int], Ranks], tmp_path: Path
+) -> None:
+    """vLLM repacks them for its kernels here, and its loader takes them no longer; all else is updated."""
+    base = models.make_fp8_checkpoint(tmp_path / "base")
+    names = models.read(base).keys()
+    ranks = ranks_of(1)
+    ranks.all("load", base, {})
+    assert ranks.all("why_not") == [None]
+    (report,) = ranks.all("attach", base, False)
+    quantised = {name for name in names if "_proj." in name}
+    assert report["refused"].keys() <= quantised and report["placed"].keys() >= names - quantised
+    assert {name for name in report["refused"] if "qkv" in name or "gate" in name}
+    run = Run.on(base, only=set(report["placed"]))
+    (seen,) = ranks.all("follow", run.source, [1, 8], run.where)
+    assert not seen["differing"] and seen["local"] == digest_of(run.states[8])
+    one = {min(report["refused"])}
+    (seen,) = ranks.all("refusal", run.source, run.publish_change_of(one), run.where)
+    assert seen["error"] == "PlacementError" and "pull and the engine's reload" in seen["text"]
+
+
 def refused_names(reports: list[dict[str, Any]], names: Any, *, apart: bool) -> set[str]:
     """Return what any rank refuses. Each rank says of every tensor what becomes of it; none is lost on all of them.
 
@@ -111,7 +177,7 @@ def refused_names(reports: list[dict[str, Any]], names: Any, *, apart: bool) -> 
     """
     refused: set[str] = set()
     for report in reports:
-        parts = [report["placed"].keys(), report["dropped"].keys(), report["refused"].keys()]
+        parts = [report[part].keys() for part in ("placed", "relaid", "dropped", "refused")]
         assert set().union(*parts) == names and sum(map(len, parts)) == len(names)
         refused |= report["refused"].keys()
     for name in names:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -135,6 +136,39 @@ class Shard:
     def why_not(self) -> str | None:
         return self._mount.why_not()
 
+    def why_not_served(self, folder: Path, options: dict[str, Any]) -> str | None:
+        """Return why a model that vLLM serves with these options would be refused, without serving it."""
+        from gpusync.engines.vllm_weights import why_not
+
+        return why_not(torch.nn.Module(), _config(folder, self._size, **options))
+
+    def why_not_asleep(self, folder: Path, tag: str) -> str | None:
+        """Return why a model is refused after vLLM's allocator has put memory to sleep."""
+        from vllm.device_allocator import AllocationData
+        from vllm.device_allocator.cumem import CuMemAllocator
+
+        asleep = AllocationData((0, 0, 0, 0), tag, is_asleep=True)
+        CuMemAllocator.instance = SimpleNamespace(pointer_to_data={0: asleep})
+        try:
+            return self.why_not_served(folder, {})
+        finally:
+            CuMemAllocator.instance = None
+
+    def why_not_wrapped(self, folder: Path) -> str | None:
+        """Return why a model is refused of which vLLM has wrapped a layer for LoRA."""
+        from vllm.lora.layers import ColumnParallelLinearWithLoRA
+
+        from gpusync.engines.vllm_weights import why_not
+
+        layer = self._model.model.layers[0].mlp.gate_up_proj
+        wrapped = ColumnParallelLinearWithLoRA(layer)
+        wrapped.lora_a_stacked = ()
+        self._model.model.layers[0].mlp.gate_up_proj = wrapped
+        try:
+            return why_not(self._model, _config(folder, self._size))
+        finally:
+            self._model.model.layers[0].mlp.gate_up_proj = layer
+
     def attach(self, folder: Path, relayout: bool) -> dict[str, Any]:
         self._relayout = relayout
         before = _bits(self._model)
@@ -221,10 +255,9 @@ def _config(folder: Path, size: int, **options: Any) -> Any:
         skip_tokenizer_init=True,
         dtype="bfloat16",
         max_model_len=128,
-        enforce_eager=True,
         tensor_parallel_size=size,
         distributed_executor_backend="mp" if size > 1 else None,
-        **options,
+        **{"enforce_eager": True, **options},
     ).create_engine_config()
 
 

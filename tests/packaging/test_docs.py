@@ -20,7 +20,7 @@ from tests import support
 
 DOCUMENTS = (
     "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md",
-    "docs/ARCHITECTURE.md", "docs/DEVICE.md", "docs/FORMAT.md", "docs/OPERATIONS.md", "bench/README.md", "bench/gpu_check.md",
+    "docs/ARCHITECTURE.md", "docs/DEVICE.md", "docs/ENGINES.md", "docs/FORMAT.md", "docs/OPERATIONS.md", "bench/README.md", "bench/gpu_check.md",
 )  # fmt: skip
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -116,7 +116,7 @@ def test_shell_lines_name_commands_options_and_targets_that_exist(
     from gpusync.cli import app
 
     command = typer.main.get_command(app)
-    targets = re.findall(r"^(\w+):", (repository / "Makefile").read_text(), re.MULTILINE)
+    targets = re.findall(r"^([\w-]+):", (repository / "Makefile").read_text(), re.MULTILINE)
     seen = set()
     for line in shell_lines(read(document)):
         if line[:1] == ["make"]:
