@@ -94,19 +94,17 @@ def make_checkpoint(kind: str, folder: Path, **changes: Any) -> Path:
 
 def make_fp8_checkpoint(folder: Path) -> Path:
     """Write a Llama checkpoint whose linear layers are quantised by blocks, as published ones are."""
-    make_checkpoint("llama", folder)
+    make_checkpoint("llama", folder, num_key_value_heads=4)  # whole blocks for each of q, k, v
     weights: Tensors = {}
     for name, tensor in read(folder).items():
         if "_proj." not in name:
             weights[name] = tensor
             continue
-        rows, columns = tensor.shape
-        grid = (-(-rows // FP8_BLOCK), FP8_BLOCK, columns // FP8_BLOCK, FP8_BLOCK)
-        padded = torch.zeros(grid[0] * FP8_BLOCK, columns)
-        padded[:rows] = tensor.float()
-        scale = padded.reshape(grid).abs().amax(dim=(1, 3)) / 448
-        quantised = (padded.reshape(grid) / scale[:, None, :, None]).reshape(-1, columns)
-        weights[name] = quantised[:rows].to(torch.float8_e4m3fn)
+        rows, columns = (size // FP8_BLOCK for size in tensor.shape)
+        blocks = tensor.float().reshape(rows, FP8_BLOCK, columns, FP8_BLOCK)
+        scale = blocks.abs().amax(dim=(1, 3)) / 448
+        quantised = (blocks / scale[:, None, :, None]).reshape(tensor.shape)
+        weights[name] = quantised.to(torch.float8_e4m3fn)
         weights[f"{name}_scale_inv"] = scale
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
