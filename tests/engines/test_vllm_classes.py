@@ -31,10 +31,6 @@ _REFUSED = {
 _SHARDED = {2: ("llama", "llama_tied", "qwen3_moe"), 4: ("llama", "llama_tied", "qwen3")}
 _CASES = [
     *(pytest.param(1, kind, {}, id=f"{kind}-tp1") for kind in models.KINDS),
-    *(
-        pytest.param(1, kind, {"relayout": True}, id=f"{kind}-relaid")
-        for kind in ("qwen3_moe", "mixtral")
-    ),
     pytest.param(2, "qwen3_moe", {"enable_expert_parallel": True}, id="qwen3_moe-ep2"),
     *(pytest.param(n, kind, {}, id=f"{kind}-tp{n}") for n in _SHARDED for kind in _SHARDED[n]),
 ]
@@ -82,13 +78,11 @@ def test_updates_equal_a_load(
     ranks = ranks_of(size)
     base = models.make_checkpoint(kind, tmp_path / "base")
     names = models.read(base).keys()
-    relayout = options.get("relayout", False)
-    ranks.all("load", base, {} if relayout else options)
+    ranks.all("load", base, options)
     assert not any(ranks.all("why_not"))
-    reports = ranks.all("attach", base, relayout)
-    refused = refused_names(reports, names, apart="enable_expert_parallel" in options)
-    assert all(map(_EXPERT.search, reports[0]["relaid"])) and bool(reports[0]["relaid"]) == relayout
-    pattern = None if relayout else _REFUSED.get(kind)
+    reports = ranks.all("attach", base, False)
+    refused = refused_names(reports, names, apart=bool(options))
+    pattern = _REFUSED.get(kind)
     assert refused == {name for name in names if pattern is not None and pattern.search(name)}
     if kind == "deepseek_v2":
         (report,) = reports
@@ -177,7 +171,7 @@ def refused_names(reports: list[dict[str, Any]], names: Any, *, apart: bool) -> 
     """
     refused: set[str] = set()
     for report in reports:
-        parts = [report[part].keys() for part in ("placed", "relaid", "dropped", "refused")]
+        parts = [report[part].keys() for part in ("placed", "dropped", "refused")]
         assert set().union(*parts) == names and sum(map(len, parts)) == len(names)
         refused |= report["refused"].keys()
     for name in names:

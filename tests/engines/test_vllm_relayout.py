@@ -84,37 +84,34 @@ def test_updates_equal_a_load(
 
 def test_experts_follow_while_vllm_serves(tmp_path: Path) -> None:
     base = models.make_checkpoint("qwen3_moe", tmp_path / "base")
-    publisher = gpusync.Publisher(tmp_path / "source", base)
-    weights = models.read(base)
-    for seed in range(6):
-        weights = models.trained(weights, seed)
-        publisher.publish(weights.items())
-    found: list[Any] = []
     with serving(base) as llm:
-        live = Live(llm, str(tmp_path / "source"), tmp_path / "local", base)
-        found.append(answers(llm))
+        live = Live.on(llm, base)
+        for _ in range(6):
+            live.publish()
+        found = [live.answered[0]]
         with pytest.raises(Exception, match=r"PlacementError: .*relayout=True"):
-            live.apply(1)
+            live.extend(1)
         options = {**live.where, "relayout": True}
-        report = live.call("gpusync_apply", live.source, 1, **options)
+        (report,) = live.call("gpusync_apply", live.source, 1, **options)
         assert (report["to_version"], report["disk_version"]) == (1, 1)
         assert report["tensors_by_path"]["relaid"] == 48
         found.append(answers(llm))
-        assert live.call("gpusync_apply", live.source, 4, **options)["versions"] == [2, 3, 4]
+        (report,) = live.call("gpusync_apply", live.source, 4, **options)
+        assert report["versions"] == [2, 3, 4]
         found.append(answers(llm))
         start = {"source_dir": live.source, **live.where, "options": {"relayout": True}}
         live.call("init_weight_transfer_engine", start)
-        live.transfer(5, "prepare", "commit")
+        live.transfer(5)
         found.append(answers(llm))
         live.call("gpusync_prepare", live.source, 6, **options, background=True)
-        while live.call("gpusync_phase")["phase"] == "preparing":
+        while live.call("gpusync_phase") == [{"phase": "preparing"}]:
             assert answers(llm) == found[3]
         live.call("gpusync_commit")
         live.call("gpusync_finish")
         found.append(answers(llm))
-        assert live.call("gpusync_version") == 6
+        assert live.call("gpusync_version") == [6]
     assert all(before != after for before, after in itertools.pairwise(found))
-    assert models.read(tmp_path / "local").keys() == weights.keys()
-    with serving(tmp_path / "local") as fresh:
+    assert digest_of(models.read(live.local)) == digest_of(live.weights)
+    with serving(live.local) as fresh:
         assert answers(fresh) == found[-1]
     gc.collect()  # what engines leave to the collector is not the next module's
