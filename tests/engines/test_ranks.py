@@ -66,6 +66,11 @@ def check_poisoned(ranks: Sequence[Seen]) -> None:
         assert (seen.error, seen.version, seen.poisoned) == ("ModelPoisonedError", None, True), seen
 
 
+def check_not_waited(ranks: Sequence[Seen]) -> None:
+    """The ranks were told, or found out: none of them sat through the whole timeout."""
+    assert all(seen.seconds < Step.timeout_seconds for seen in ranks), ranks
+
+
 @pytest.mark.parametrize("device", ["cpu", "emulated"])
 def test_all_commit_and_one_process_writes_back(
     folders: Folders, held: dict[str, int], device: str
@@ -100,7 +105,7 @@ def test_one_fails_in_prepare(folders: Folders, held: dict[str, int]) -> None:
     others = [seen[rank][1] for rank in (0, 1, 3)]
     assert all("rank 2 failed" in one.text and one.values["rank"] == 2 for one in others)
     assert all(one.values["tensor"] == "a.weight" for one in others)
-    assert all(one.seconds < 5 for one in others), "they waited for more than the reason"
+    check_not_waited(others)
     check_committed(step_of(seen, 2), 2, held)
 
 
@@ -115,7 +120,7 @@ def test_one_dies_in_prepare(folders: Folders, held: dict[str, int]) -> None:
     seen = run([folders] * 4, [Step(1), Step(2, {1: "dies in prepare"})])
     assert [len(rank) for rank in seen] == [2, 1, 2, 2]
     check_discarded(step_of(seen, 1), 1, held, "DeviceError", "rank 1 did not vote")
-    assert all(one.seconds < 5 for one in step_of(seen, 1)), "a dead process was waited for"
+    check_not_waited(step_of(seen, 1))
 
 
 def test_the_rank_with_the_store_dies_in_prepare(folders: Folders, held: dict[str, int]) -> None:
@@ -129,7 +134,7 @@ def test_one_dies_between_vote_and_commit(folders: Folders) -> None:
     assert [len(rank) for rank in seen] == [3, 1, 3, 3]
     check_poisoned(step_of(seen, 1))
     check_poisoned(step_of(seen, 2))
-    assert all(one.seconds < 5 for one in step_of(seen, 1)), "a dead process was waited for"
+    check_not_waited(step_of(seen, 1))
 
 
 def test_the_rank_with_the_store_dies_after_the_vote(
@@ -173,7 +178,7 @@ def test_a_store_that_is_not_taken_back_poisons_all(
 ) -> None:
     seen = run([folders] * 4, [Step(2, faults)])
     check_poisoned(step_of(seen, 0))
-    assert all(rank[0].seconds < 5 for rank in seen)
+    check_not_waited(step_of(seen, 0))
 
 
 def test_one_is_stopped_just_as_the_vote_says_yes(folders: Folders, held: dict[str, int]) -> None:
@@ -186,15 +191,15 @@ def test_one_is_stopped_just_as_the_vote_says_yes(folders: Folders, held: dict[s
 
 
 def test_one_is_late_for_the_vote(folders: Folders, held: dict[str, int]) -> None:
-    seen = run([folders] * 4, [Step(1, {3: "late to commit"}, timeout_seconds=1), Step(2)])
-    check_discarded(step_of(seen, 0), 0, held, "DeviceError", "rank 3 did not vote within 1 s")
+    seen = run([folders] * 4, [Step(1, {3: "late to commit"}, timeout_seconds=4), Step(2)])
+    check_discarded(step_of(seen, 0), 0, held, "DeviceError", "rank 3 did not vote within 4 s")
     check_committed(step_of(seen, 1), 2, held)
 
 
 @pytest.mark.parametrize("fault", ["late", "absent"])
 def test_one_is_late_for_the_update(folders: Folders, held: dict[str, int], fault: str) -> None:
-    seen = run([folders] * 4, [Step(1, {3: fault}, timeout_seconds=1), Step(1)])
-    text = "rank 3 did not begin the update within 1 s"
+    seen = run([folders] * 4, [Step(1, {3: fault}, timeout_seconds=4), Step(1)])
+    text = "rank 3 did not begin the update within 4 s"
     check_discarded(step_of(seen[:3], 0), 0, held, "DeviceError", text)
     check_committed(step_of(seen[:3], 1), 1, held)
     check_committed([seen[3][0 if fault == "late" else 1]], 1, held)  # late, it meets their next
