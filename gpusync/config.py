@@ -15,7 +15,7 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Settings:
-    """Caps and timeouts, read once per operation.
+    """Caps, timeouts and defaults, read once per operation.
 
     Parameters
     ----------
@@ -51,6 +51,8 @@ class Settings:
         "auto": stage a second copy where there is room, else roll shard by shard; "staged" or "rolling" force one.
     reserve_bytes
         Free space that staging leaves on the local disk.
+    source_dir
+        Folder of published versions that an engine follows, for updates that name its local checkpoint only.
     """
 
     threads: int = 0
@@ -69,6 +71,7 @@ class Settings:
     exchange_bytes: int = 64 * _MIB
     swap: str = "auto"
     reserve_bytes: int = 64 * _MIB
+    source_dir: str = ""
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Settings:

@@ -94,6 +94,13 @@ def known_state(model: torch.nn.Module) -> LiveState | None:
     return _states.get(model)
 
 
+def forget_state(model: torch.nn.Module) -> None:
+    """Take note that a model's weights were replaced: its next update proves it anew. A poisoned one stays so."""
+    state = _states.get(model)
+    if state is not None and not state.poisoned:
+        del _states[model]
+
+
 def state_of(model: torch.nn.Module) -> LiveState | None:
     """Return a model's state, None before it was attached.
 

@@ -14,7 +14,9 @@ import torch
 
 from gpusync.apply import Update, attach, live_version, prepare
 from gpusync.chain import open_chain
+from gpusync.config import Settings
 from gpusync.errors import DeviceError, GpuSyncError, PlacementError
+from gpusync.ranks import join
 from gpusync.relayout import Relayout
 from gpusync.types import AttachReport, UpdateReport
 
@@ -115,15 +117,16 @@ class Session:
         self._expect_usable()
 
         def build() -> Update:
-            chain = open_chain(
-                source_dir,
-                target_version,
-                checkpoint=checkpoint,
-                base_dir=base_dir,
-                pre_read_hook=pre_read_hook,
-                visibility_timeout_seconds=visibility_timeout_seconds,
-            )
             group = self._mount.group()
+            with _told_to(group):
+                chain = open_chain(
+                    source_dir,
+                    target_version,
+                    checkpoint=checkpoint,
+                    base_dir=base_dir,
+                    pre_read_hook=pre_read_hook,
+                    visibility_timeout_seconds=visibility_timeout_seconds,
+                )
             load_weights = self._mount.load_weights
             return prepare(
                 self._mount.model(),
@@ -247,6 +250,17 @@ def _run(job: Future[Update], build: Callable[[], Update]) -> None:
         job.set_result(build())
     except BaseException as err:
         job.set_exception(err)
+
+
+@contextmanager
+def _told_to(group: Any) -> Iterator[None]:
+    """Let the other ranks know of an error here, who else wait for this one until the vote's timeout."""
+    try:
+        yield
+    except GpuSyncError as err:
+        with _quiet("the other ranks were not told"):
+            join(group, None, Settings.from_env().vote_timeout_seconds).refuse(err)
+        raise
 
 
 @contextmanager
