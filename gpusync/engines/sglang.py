@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -27,6 +27,8 @@ __all__ = ["encode_message", "load", "pull", "receiver", "register"]
 
 log = logging.getLogger(__name__)
 
+Hooks = Mapping[str, Callable[..., Any]]
+
 _UPDATERS = (
     "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater",
     "sglang.srt.model_executor.model_runner.ModelRunner",
@@ -35,32 +37,37 @@ _SCHEDULERS = (
     "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager",
     "sglang.srt.managers.scheduler_update_weights_mixin.SchedulerUpdateWeightsMixin",
 )
-"""Where releases have the methods that are hooked; the first one that is there and has them."""
+"""Where releases have the methods that are hooked."""
 
-_PULL = "sglang.srt.weight_sync.local_checkpoint.pull"
+_OF_UPDATER: Hooks = {
+    "update_weights_from_disk": sglang_hooks.update_from_disk,
+    "update_weights_from_tensor": sglang_hooks.update_from_tensor,
+    "load_weights_from_distributed": sglang_hooks.load_from_distributed,
+    "update_weights_from_distributed": sglang_hooks.load_from_distributed,
+    "update_weights_from_ipc": sglang_hooks.replace,
+    "begin_weight_update": sglang_hooks.begin,
+}
+_OF_SCHEDULER: Hooks = {
+    "release_memory_occupation": sglang_hooks.release,
+    "resume_memory_occupation": sglang_hooks.resume,
+}
+_PULL_MODULE = "sglang.srt.weight_sync.local_checkpoint"
 
 
 def register() -> None:
     """Hook SGLang's updates of weights; SGLang's entry point ``sglang.srt.plugins`` calls it in every process."""
     registry = importlib.import_module("sglang.srt.plugins.hook_registry")
-    hooks: tuple[tuple[tuple[str, ...], str, Callable[..., Any]], ...] = (
-        (_UPDATERS, "update_weights_from_disk", sglang_hooks.update_from_disk),
-        (_UPDATERS, "update_weights_from_tensor", sglang_hooks.update_from_tensor),
-        (_UPDATERS, "load_weights_from_distributed", sglang_hooks.load_from_distributed),
-        (_UPDATERS, "update_weights_from_distributed", sglang_hooks.load_from_distributed),
-        (_UPDATERS, "update_weights_from_ipc", sglang_hooks.replace),
-        (_UPDATERS, "begin_weight_update", sglang_hooks.begin),
-        (_SCHEDULERS, "release_memory_occupation", sglang_hooks.release),
-        (_SCHEDULERS, "resume_memory_occupation", sglang_hooks.resume),
-    )
-    for owners, method, hook in hooks:
-        target = _first_with(owners, method)
-        if target is not None:
-            registry.HookRegistry.register(target, hook, registry.HookType.AROUND)
-        elif hook is sglang_hooks.update_from_disk:
-            log.warning("sglang_not_hooked reason=this SGLang has no %s", method)
-    if Settings.from_env().source_dir and _first_with((_PULL.rpartition(".")[0],), "pull"):
-        registry.HookRegistry.register(_PULL, pull, registry.HookType.REPLACE)
+    for owners, hooks in ((_UPDATERS, _OF_UPDATER), (_SCHEDULERS, _OF_SCHEDULER)):
+        needed = next(iter(hooks))
+        owner, found = _first_with(owners, needed)
+        if owner is None:
+            log.warning("sglang_not_hooked reason=this SGLang has no %s where it is known", needed)
+            continue
+        for method, hook in hooks.items():
+            if hasattr(found, method):
+                registry.HookRegistry.register(f"{owner}.{method}", hook, registry.HookType.AROUND)
+    if Settings.from_env().source_dir and hasattr(_imported(_PULL_MODULE), "pull"):
+        registry.HookRegistry.register(f"{_PULL_MODULE}.pull", pull, registry.HookType.REPLACE)
 
 
 def load(model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -129,15 +136,19 @@ def pull(
     pull_checkpoint(local_checkpoint_dir, base_dir, source_dir, target_version, pre_read_hook)
 
 
-def _first_with(owners: tuple[str, ...], method: str) -> str | None:
-    """Return the full name of a method at the first owner, a class or a module, that has it; None where none has."""
+def _first_with(owners: Iterable[str], method: str) -> tuple[str | None, Any]:
+    """Return the name of the first class that is there and has a method, and the class; None and None where none has."""
     for owner in owners:
-        module_name, _, name = owner.rpartition(".")
-        try:
-            module = importlib.import_module(module_name)
-            found = getattr(module, name, None) or importlib.import_module(owner)
-        except ImportError:
-            continue
+        module, _, name = owner.rpartition(".")
+        found = getattr(_imported(module), name, None)
         if hasattr(found, method):
-            return f"{owner}.{method}"
-    return None
+            return owner, found
+    return None, None
+
+
+def _imported(module: str) -> Any:
+    """Return a module; None where this release has it not."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        return None

@@ -33,7 +33,6 @@ _OPTIONS: Mapping[str, tuple[type, ...]] = {
     "background": (bool,),
     "device": (str,),
     "durable": (bool,),
-    "relayout": (bool,),
     "scratch_bytes": (int,),
     "untrusted_source": (bool,),
     "visibility_timeout_seconds": (int, float),

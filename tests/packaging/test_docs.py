@@ -145,7 +145,10 @@ def test_the_curl_example_is_a_request_that_the_server_takes(read: Any) -> None:
 
 
 def test_settings_table_equals_settings(read: Any) -> None:
-    rows = {words(row[0])[0]: words(row[1])[0] for row in table(read("README.md"), "## Settings\n")}
+    rows = {
+        words(row[0])[0]: "".join(words(row[1]))
+        for row in table(read("README.md"), "## Settings\n")
+    }
     assert rows == {
         f"GPUSYNC_{field.name.upper()}": str(field.default) for field in fields(Settings)
     }
