@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 import gpusync
+from gpusync.engines.sglang_follower import SglangMount
 
 _live: dict[str, torch.nn.Module] = {}
 
@@ -34,31 +35,36 @@ def bits(model: torch.nn.Module) -> dict[str, bytes]:
     }
 
 
-def group() -> Any:
-    from sglang.srt.distributed import get_tp_group
-
-    ranks = get_tp_group()
-    return ranks.cpu_group if ranks.world_size > 1 else None
-
-
 def load(base: str) -> None:
     """Load the model that lives on, from a checkpoint."""
     _live["model"] = fresh(base)
 
 
 def attach(base: str) -> dict[str, Any]:
-    model: Any = _live["model"]
-    before = bits(model)
-    report = gpusync.attach(model, base, load_weights=model.load_weights)
-    assert bits(model) == before
+    model = _live["model"]
+    before, derived = bits(model), _derived(model)
+    report = gpusync.attach(model, base, load_weights=SglangMount(model).load_weights)
+    assert bits(model) == before and _derived(model) == derived
     return report.to_dict()
+
+
+def _derived(model: torch.nn.Module) -> dict[str, tuple[int, bytes]]:
+    """Return address and bytes of what MLA reads instead of a parameter."""
+    return {
+        name: (module.w_kc.data_ptr(), module.w_kc.contiguous().view(torch.uint8).numpy().tobytes())
+        for name, module in model.named_modules()
+        if getattr(module, "w_kc", None) is not None
+    }
 
 
 def update(source: str, base: str, version: int, truth: str) -> dict[str, Any]:
     """Bring the model to a version, all ranks together, and compare it with a load of the version's checkpoint."""
-    model: Any = _live["model"]
+    model = _live["model"]
+    mount = SglangMount(model)
     chain = gpusync.open_chain(source, version, base_dir=base)
-    report = gpusync.apply_to_model(model, chain, load_weights=model.load_weights, group=group())
+    report = gpusync.apply_to_model(
+        model, chain, load_weights=mount.load_weights, group=mount.group()
+    )
     expected, found = bits(fresh(truth)), bits(model)
     assert found.keys() == expected.keys()
     differ = [name for name in expected if found[name] != expected[name]]
@@ -68,11 +74,12 @@ def update(source: str, base: str, version: int, truth: str) -> dict[str, Any]:
 
 def refused(source: str, base: str, version: int) -> dict[str, str]:
     """Return the reasons by tensor why an update is refused; nothing may change."""
-    model: Any = _live["model"]
+    model = _live["model"]
+    mount = SglangMount(model)
     before, stood = bits(model), gpusync.live_version(model)
     try:
         chain = gpusync.open_chain(source, version, base_dir=base)
-        gpusync.apply_to_model(model, chain, load_weights=model.load_weights, group=group())
+        gpusync.apply_to_model(model, chain, load_weights=mount.load_weights, group=mount.group())
     except gpusync.PlacementError as err:
         assert bits(model) == before and gpusync.live_version(model) == stood
         return dict(err.reasons)

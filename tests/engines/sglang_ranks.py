@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 _LIMIT_SECONDS = 300.0
-_SERVED = ("llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
+_SERVED = ("llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "deepseek_v2")
 
 
 class RankFailed(AssertionError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,25 @@ pytestmark = [
 ]
 
 HERE = "tests.engines.sglang_models"
+_DEEPSEEK = {
+    "moe_layer_freq": 1,
+    "norm_topk_prob": False,
+    "rope_theta": 10000.0,
+    "rope_scaling": {
+        "type": "deepseek_yarn",
+        "rope_type": "deepseek_yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 128,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+    "scoring_func": "softmax",
+    "topk_method": "greedy",
+}
+"""What SGLang's class asks of a configuration beyond transformers' own."""
+
 _EXPERTS = re.compile(r"\.experts\.\d+\.")
 
 
@@ -133,3 +153,21 @@ def test_swapped_halves_are_refused_by_name(tmp_path: Path, one: Ranks) -> None:
     assert report["refused"].keys() == swapped
     (reasons,) = one.call(f"{HERE}:refused", run.source, base, 1)
     assert reasons.keys() == swapped
+
+
+def test_what_mla_derives_is_refused_by_name(tmp_path: Path, one: Ranks) -> None:
+    run = Run("deepseek_v2", tmp_path)
+    config = json.loads((run.base / "config.json").read_text())
+    del config["rope_parameters"]
+    (run.base / "config.json").write_text(json.dumps({**config, **_DEEPSEEK}))
+    derived = {name for name in run.weights if ".kv_b_proj." in name}
+    one.call(f"{HERE}:load", str(run.base))
+    (report,) = one.call(f"{HERE}:attach", str(run.base))
+    assert report["refused"].keys() == derived and len(derived) == 2
+    assert report["placed"].keys() == run.weights.keys() - derived
+    truth = run.publish(only=report["placed"])
+    one.call(f"{HERE}:update", run.source, str(run.base), 1, truth)
+    run.publish(only=derived)
+    (reasons,) = one.call(f"{HERE}:refused", run.source, str(run.base), 2)
+    assert reasons.keys() == derived
+    assert all("reads w_kc and w_vc, derived from it" in why for why in reasons.values())
