@@ -16,7 +16,7 @@ from gpusync.apply import Update, attach, live_version, prepare
 from gpusync.chain import open_chain
 from gpusync.config import Settings
 from gpusync.errors import DeviceError, GpuSyncError, PlacementError
-from gpusync.ranks import join
+from gpusync.ranks import Limits, join
 from gpusync.relayout import Relayout
 from gpusync.types import AttachReport, UpdateReport
 
@@ -259,7 +259,8 @@ def _told_to(group: Any) -> Iterator[None]:
         yield
     except GpuSyncError as err:
         with _quiet("the other ranks were not told"):
-            join(group, None, Settings.from_env().vote_timeout_seconds).refuse(err)
+            limits = Limits(Settings.from_env().vote_timeout_seconds, swap_bytes=0)
+            join(group, None, limits).refuse(err)
         raise
 
 
