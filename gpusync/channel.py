@@ -141,10 +141,12 @@ class Channel:
 
     def _run(self, step: Callable[[], T]) -> T:
         answers: SimpleQueue[tuple[T] | Exception] = SimpleQueue()
+        inference = torch.is_inference_mode_enabled()  # an engine's loop; tensors made in it are filled in it
 
         def run() -> None:
             try:
-                answers.put((step(),))
+                with torch.inference_mode(inference):
+                    answers.put((step(),))
             except Exception as err:
                 answers.put(err)
 

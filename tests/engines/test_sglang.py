@@ -6,7 +6,6 @@ import inspect
 import json
 import shutil
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,7 @@ from tests.engines.sglang_ranks import Ranks, ranks
 from tests.engines.test_sglang_classes import Run
 
 pytestmark = [
-    pytest.mark.skipif(
-        find_spec("sglang") is None, reason="SGLang is not installed; see `make test-engines`"
-    ),
+    pytest.mark.engine("sglang"),
     pytest.mark.timeout(900),
 ]
 
