@@ -141,7 +141,8 @@ class Channel:
 
     def _run(self, step: Callable[[], T]) -> T:
         answers: SimpleQueue[tuple[T] | Exception] = SimpleQueue()
-        inference = torch.is_inference_mode_enabled()  # an engine's loop; tensors made in it are filled in it
+        # Tensors that an engine makes in its loop are filled in the mode of the loop.
+        inference = torch.is_inference_mode_enabled()
 
         def run() -> None:
             try:
