@@ -8,6 +8,7 @@ subset of them respects the fsyncs, and a rename into another folder may leave b
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -191,6 +192,65 @@ class Cuts:
         self._run = run
         self._model = model
 
+    def states(self, random: random.Random, limit: int, drawn: int) -> list[Cut]:
+        """Return every legal state where there are at most ``limit``, else ``drawn`` of them."""
+        return self.every(limit) or list(self.draw(random, drawn))
+
+    def every(self, limit: int) -> list[Cut]:
+        """Return every legal state, all of them different; none of them where there are more than ``limit``."""
+        found: dict[tuple[Any, ...], Cut] = {}
+        for tried, cut in enumerate(self._all()):
+            found.setdefault(cut.key, cut)
+            if len(found) > limit or tried > 100 * limit:
+                return []
+        return list(found.values())
+
+    def _all(self) -> Iterator[Cut]:
+        for at in range(len(self._run.events) + 1):
+            entries = [event for event in self._run.events[:at] if isinstance(event, Entry)]
+            for kept in self._subsets(entries, self._forced(at)):
+                tree = _Tree(self._run)
+                for number, how in sorted(kept.items()):
+                    tree.apply(entries[number], keeps_source=how == "both names")
+                names = tree.names()
+                choices = {node: self._versions(node, at) for node in set(names.values())}
+                for bytes_of in itertools.product(*choices.values()):
+                    yield Cut(at, names, dict(zip(choices, bytes_of, strict=True)))
+
+    def _subsets(self, entries: list[Entry], forced: set[int]) -> Iterator[dict[int, str]]:
+        """Yield every legal set of surviving directory operations, by number, with how each survives."""
+
+        def extend(number: int, kept: dict[int, str], lost: set[int]) -> Iterator[dict[int, str]]:
+            if number == len(entries):
+                yield kept
+                return
+            entry = entries[number]
+            held_up = self._model == "journaled" and lost & entry.folders
+            if number in forced or not held_up:
+                yield from extend(number + 1, {**kept, number: "whole"}, lost)
+            if number in forced:
+                return
+            if self._model == "any order" and entry.crosses:
+                yield from extend(number + 1, {**kept, number: "both names"}, lost)
+            yield from extend(number + 1, kept, lost | entry.folders)
+
+        yield from extend(0, {}, set())
+
+    def _versions(self, node: int, at: int) -> list[bytes]:
+        """Return everything that may have survived of a file: of the pages that were not fsynced, each set of them."""
+        if node in self._run.folders:
+            return [b""]
+        durable, now = self._durable_and_now(node, at)
+        pages = range(0, len(now), PAGE)
+        versions = {durable}
+        for kept in itertools.product((False, True), repeat=len(pages)):
+            mixed = bytearray(len(now))
+            mixed[: len(durable)] = durable[: len(now)]
+            for start in itertools.compress(pages, kept):
+                mixed[start : start + PAGE] = now[start : start + PAGE]
+            versions.add(bytes(mixed))
+        return sorted(versions)
+
     def draw(self, random: random.Random, count: int) -> Iterator[Cut]:
         """Yield at most ``count`` different states, drawn over all moments; fewer where there are not as many."""
         seen: set[tuple[Any, ...]] = set()
@@ -240,18 +300,12 @@ class Cuts:
         """Return what of a file survived: all that was fsynced, and of the rest nothing, zeros, some pages, or all."""
         if node in self._run.folders:
             return b""
-        durable = bytearray(self._run.content[node])
-        now = bytearray(durable)
-        for event in self._run.events[:at]:
-            if isinstance(event, Write) and event.node == node:
-                _write_into(now, event)
-            elif event == Sync(node):
-                durable = bytearray(now)
+        durable, now = self._durable_and_now(node, at)
         how = random.choice(("none", "zeros", "torn", "all"))
         if now == durable or how == "none":
-            return bytes(durable)
+            return durable
         if how == "all":
-            return bytes(now)
+            return now
         mixed = bytearray(len(now))
         mixed[: len(durable)] = durable[: len(now)]
         for start in range(0, len(now), PAGE):
@@ -260,6 +314,17 @@ class Cuts:
         if how == "torn":
             del mixed[random.randint(min(len(durable), len(now)), len(now)) :]
         return bytes(mixed)
+
+    def _durable_and_now(self, node: int, at: int) -> tuple[bytes, bytes]:
+        """Return a file's bytes as they were fsynced last, and as they were written."""
+        durable = self._run.content[node]
+        now = bytearray(durable)
+        for event in self._run.events[:at]:
+            if isinstance(event, Write) and event.node == node:
+                _write_into(now, event)
+            elif event == Sync(node):
+                durable = bytes(now)
+        return durable, bytes(now)
 
 
 def _write_into(data: bytearray, event: Write) -> None:
