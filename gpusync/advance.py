@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -19,6 +19,7 @@ from gpusync.chain import Chain, identity_after, start_layout
 from gpusync.checkpoint import FolderPaths, LocalState, local_errors, local_io_error, write_table
 from gpusync.config import Settings
 from gpusync.errors import DigestMismatchError, FormatError, SourceNotReadyError
+from gpusync.files import FileStamp
 from gpusync.fold import Fold, run_parallel
 from gpusync.index import INDEX_NAME
 from gpusync.layout import Layout
@@ -34,7 +35,7 @@ from gpusync.materialize import (
 from gpusync.rolling import reserve_rolling, shard_builder, spool_versions
 from gpusync.route import Route, check_targets
 from gpusync.sidefiles import plan_side_files, refuse_folders_in_the_way, refuse_other_folder
-from gpusync.swap import Journal, Step, clear_staging, marker_token, reached, swap
+from gpusync.swap import Journal, Step, clear_staging, marker_token, reached, stamp_of, swap
 from gpusync.timing import StageClock
 from gpusync.types import Progress, ProgressCallback
 
@@ -226,6 +227,7 @@ class Advance:
             new_config=sides.new_config,
             mode=mode,
             from_version=route.start_version,
+            stamps=self._stamps(removed=sides.removes, rolled=mode == "rolling", plans=plans),
         )
         with self._clock.stage("sync"):
             self._sync(journal, {**known, **outcome.table})
@@ -280,6 +282,16 @@ class Advance:
                 "staging",
                 self._paths.folder,
             )
+
+    def _stamps(
+        self, *, removed: Collection[str], rolled: bool, plans: Sequence[ShardPlan]
+    ) -> dict[str, FileStamp]:
+        """Return the stamps of the new version's files that are complete: staged ones, and those that stay."""
+        folder, new = self._paths.folder, self._paths.new_files
+        gone = {*removed, self._paths.config.name, *(plan.file for plan in plans if rolled)}
+        places = {name: folder for name in fsio.regular_files(folder) if name not in gone}
+        places |= {name: new for name in fsio.list_dir(new) if name != self._paths.config.name}
+        return {name: stamp_of(path / name) for name, path in places.items()}
 
     def _sync(self, journal: Journal, table: Mapping[str, str]) -> None:
         """Step 5: everything that the journal will stand for is durable before it."""

@@ -8,7 +8,7 @@ lock                    flock, holder's pid
 digests.json            xxh3-128 of every tensor, bound to the marker's id
 journal.json            a swap in progress (:mod:`gpusync.swap`)
 staging/                new files and digest table, complete before the swap begins
-rolled.jsonl            which files of a rolling swap are in place, by inode
+rolled.jsonl            which files of a rolling swap are in place, by stamp
 spool/                  published deltas copied here, for a swap without room for a second copy
 config.json             the checkpoint's config.json, held aside while files are swapped
 ======================  =========================================================================

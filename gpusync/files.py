@@ -21,7 +21,11 @@ _RETRIED = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
 
 @dataclass(frozen=True, slots=True)
 class FileStamp:
-    """What tells one file from another that took its name. Compared within one operation only: remounts change it."""
+    """What tells one file from another that took its name, or from itself rewritten.
+
+    Of a source it is compared within one operation only: remounts change it. Of a local file a swap in progress keeps it;
+    where it changed, the bytes decide.
+    """
 
     inode: int
     nbytes: int

@@ -26,8 +26,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, astuple, dataclass, field, replace
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, Literal
@@ -35,6 +35,7 @@ from typing import Any, Literal
 from gpusync import fsio
 from gpusync.checkpoint import FolderPaths, is_absence, local_io_error
 from gpusync.digest import digest_of
+from gpusync.files import FileStamp
 from gpusync.marker import (
     MARKER_NAME,
     Marker,
@@ -47,6 +48,8 @@ from gpusync.marker import (
 log = logging.getLogger(__name__)
 
 _MAX_JOURNAL_BYTES = 256 << 20
+_NO_BOOT = "unproven"
+"""In a marker's place of a boot id: no boot vouches for the bytes."""
 
 
 class Step(IntEnum):
@@ -94,6 +97,9 @@ class Journal:
         "rolling": each file of ``renames`` is built from the local one and the spool just before its rename.
     from_version
         Version of the old files, for rolling.
+    stamps
+        Every file that the new version consists of and that is complete already, staged or in the folder. Another receiver
+        that finds no marker seeds the folder in place, and may die of it as we may: then these files are not ours.
     """
 
     before: str | None
@@ -104,6 +110,7 @@ class Journal:
     mode: Literal["staged", "rolling"] = "staged"
     from_version: int | None = None
     boot_id: str = field(default_factory=current_boot_id)
+    stamps: Mapping[str, FileStamp] = field(default_factory=dict)
 
     def write(self, paths: FolderPaths) -> None:
         """Make the journal durable."""
@@ -144,6 +151,8 @@ def read_journal(paths: FolderPaths) -> Journal | None:
             return None
         document["renames"] = tuple(document["renames"])
         document["removes"] = tuple(document["removes"])
+        stamps = document["stamps"].items()
+        document["stamps"] = {name: FileStamp(**stamp) for name, stamp in stamps}
         return Journal(after=after.marker, **document)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
@@ -240,6 +249,7 @@ def recover(paths: FolderPaths) -> Recovery:
             clean(paths)
             return Recovery("resumed")
         if token is None and _resumable(paths, journal):
+            journal = _with_proof(paths, journal)
             if journal.mode == "rolling":
                 return Recovery("resumed", journal)
             swap(paths, journal)
@@ -264,36 +274,53 @@ def _resumable(paths: FolderPaths, journal: Journal) -> bool:
     )
 
 
+def _with_proof(paths: FolderPaths, journal: Journal) -> Journal:
+    """Return the journal; where a file is not as it was left, with a marker that has every byte digested before use."""
+    for name, stamp in journal.stamps.items():
+        staged = paths.new_files / name
+        path = staged if fsio.exists(staged) else paths.folder / name
+        if not fsio.exists(path) or stamp_of(path) != stamp:
+            log.warning("swap_resumed_unproven folder=%s file=%s", paths.folder, name)
+            return replace(journal, after=replace(journal.after, durable=False, boot_id=_NO_BOOT))
+    return journal
+
+
+def stamp_of(path: Path) -> FileStamp:
+    """Return what tells the file under a name from another one, or from itself rewritten."""
+    info = fsio.lstat(path)
+    return FileStamp(info.st_ino, info.st_size, info.st_mtime_ns)
+
+
 def _rename_all(paths: FolderPaths, journal: Journal, build: BuildShard | None) -> None:
     done = _read_rolled(paths) if build is not None else {}
     for name in journal.renames:
         staged, target = paths.new_files / name, paths.folder / name
         if build is not None:
-            if name in done and fsio.exists(target) and fsio.lstat(target).st_ino == done[name]:
+            if name in done and fsio.exists(target) and stamp_of(target) == done[name]:
                 continue
             build(name)
-            _note_rolled(paths, name, fsio.lstat(staged).st_ino)
+            _note_rolled(paths, name, stamp_of(staged))
         _move(staged, target)
         if build is not None:
             fsio.fsync_dir(paths.folder)
 
 
-def _note_rolled(paths: FolderPaths, name: str, inode: int) -> None:
-    """Note, durably and before its rename, which file is the new one: recovery knows it by its inode."""
-    fsio.append(paths.rolled, json.dumps([name, inode]).encode() + b"\n")
+def _note_rolled(paths: FolderPaths, name: str, stamp: FileStamp) -> None:
+    """Note, durably and before its rename, which file is the new one: recovery knows it by this."""
+    fsio.append(paths.rolled, json.dumps([name, *astuple(stamp)]).encode() + b"\n")
 
 
-def _read_rolled(paths: FolderPaths) -> dict[str, int]:
-    """Return the noted inodes by file; a line that a power cut tore is left out."""
+def _read_rolled(paths: FolderPaths) -> dict[str, FileStamp]:
+    """Return the noted stamps by file; a line that a power cut tore is left out."""
     if not fsio.exists(paths.rolled):
         return {}
     done = {}
     for line in fsio.read_file(paths.rolled, _MAX_JOURNAL_BYTES).splitlines():
         try:
-            name, inode = json.loads(line)
+            name, inode, nbytes, mtime_ns = json.loads(line)
         except (ValueError, TypeError):
             continue
-        done[name] = inode
+        done[name] = FileStamp(inode, nbytes, mtime_ns)
     return done
 
 

@@ -13,8 +13,7 @@ import json
 import os
 import random
 import shutil
-import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -373,11 +372,11 @@ class _Tree:
 def build(run: Recorder, cut: Cut) -> None:
     """Put a state on the disk in place of the run's folder.
 
-    Inode numbers are new, so the note of rolled files, which knows files by them, is written with the new ones.
+    Inode numbers and times are new, so journal and note of rolled files, which know files by them, get the new ones.
     """
     shutil.rmtree(run.folder, ignore_errors=True)
     run.folder.mkdir(parents=True)
-    inodes: dict[int, int] = {}
+    stamps: dict[int, tuple[int, int]] = {}
     first: dict[int, Path] = {}
     for name, node in sorted(cut.names.items()):
         path = run.folder / name
@@ -388,15 +387,33 @@ def build(run: Recorder, cut: Cut) -> None:
         else:
             path.write_bytes(cut.content[node])
             first[node] = path
-            inodes[run.inodes[node]] = path.stat().st_ino
-    rolled = run.folder / ".weight_sync" / "rolled.jsonl"
-    if rolled.exists() and stat.S_ISREG(rolled.stat().st_mode):
-        lines = []
-        for line in rolled.read_bytes().splitlines(keepends=True):
-            try:
-                name, inode = json.loads(line)
-            except (ValueError, TypeError):
-                lines.append(line)  # torn
-                continue
-            lines.append(json.dumps([name, inodes.get(inode, 1)]).encode() + b"\n")
-        rolled.write_bytes(b"".join(lines))
+            stamps[run.inodes[node]] = path.stat().st_ino, path.stat().st_mtime_ns
+    state = run.folder / ".weight_sync"
+    _rewrite(state / "rolled.jsonl", lambda raw: b"".join(_renoted(raw, stamps)))
+    _rewrite(state / "journal.json", lambda raw: _restamped(raw, stamps))
+
+
+def _rewrite(path: Path, change: Callable[[bytes], bytes]) -> None:
+    if path.is_file():
+        path.write_bytes(change(path.read_bytes()))
+
+
+def _renoted(raw: bytes, stamps: Mapping[int, tuple[int, int]]) -> Iterator[bytes]:
+    for line in raw.splitlines(keepends=True):
+        try:
+            name, inode, nbytes, _ = json.loads(line)
+        except (ValueError, TypeError):
+            yield line  # torn
+            continue
+        now, mtime_ns = stamps.get(inode, (1, 1))
+        yield json.dumps([name, now, nbytes, mtime_ns]).encode() + b"\n"
+
+
+def _restamped(raw: bytes, stamps: Mapping[int, tuple[int, int]]) -> bytes:
+    try:
+        journal = json.loads(raw)
+    except ValueError:
+        return raw
+    for stamp in journal["stamps"].values():
+        stamp["inode"], stamp["mtime_ns"] = stamps.get(stamp["inode"], (1, 1))
+    return json.dumps(journal).encode()

@@ -24,6 +24,7 @@ from tests import wire
 from tests.crash.harness import (
     DELTA,
     DELTAS,
+    LAYOUT,
     SEED,
     SHARD_NAMES,
     Case,
@@ -36,6 +37,13 @@ from tests.crash.harness import (
 )
 from tests.driver import Call, Trace
 
+
+def _two_over_every_shard(stream: wire.Stream) -> None:
+    for _ in range(2):
+        stream.delta([row.name for row in LAYOUT])
+
+
+EVERY_SHARD = Case("two deltas over every shard", 1, 2, _two_over_every_shard)
 ANOTHER_BOOT = "00000000-0000-0000-0000-000000000000"
 
 
@@ -258,6 +266,53 @@ def test_a_folder_that_another_receiver_took_over_is_theirs(
     assert report.versions == tuple(range(theirs + 1, 5))
     assert report.seed == "local" and report.tensors_healed == ()
     scene.check_new(f"taken over at version {theirs}")
+
+
+BEGUN_AT = [{"step": Step.MARKER_REMOVED}, {"rename": 1}, {"rename": 3}, {"step": Step.CONFIG_BACK}]
+
+
+@pytest.mark.parametrize("over", [0, 1, 3], ids=["renamed first", "renamed second", "not renamed"])
+@pytest.mark.parametrize("fault", BEGUN_AT, ids=lambda fault: str(*fault.values()))
+@pytest.mark.parametrize("swap", ["staged", "rolling"])
+def test_a_takeover_that_died_on_the_way_is_not_built_on(
+    scenes: Scenes,
+    victim: Victim,
+    monkeypatch: pytest.MonkeyPatch,
+    swap: str,
+    fault: dict[str, int],
+    over: int,
+) -> None:
+    """Ours is killed; another receiver finds no marker, begins to seed the folder in place, and is killed before its own.
+
+    The file names and our journal are all there, and the bytes under a name that counts as done are the base's.
+    """
+    monkeypatch.setenv("GPUSYNC_SWAP", swap)
+    scene = scenes(EVERY_SHARD)
+    stream = scene.stream
+    victim.kill(stream, 2, **fault)
+    with open(scene.local / SHARD_NAMES[over], "wb") as theirs:
+        theirs.write((stream.base / SHARD_NAMES[over]).read_bytes())
+    scene.pull()
+    scene.check_new("their half of a seed is not ours")
+
+
+@pytest.mark.parametrize("swap", ["staged", "rolling"])
+def test_a_folder_copied_in_mid_swap_is_digested_and_kept(
+    scenes: Scenes, victim: Victim, monkeypatch: pytest.MonkeyPatch, swap: str
+) -> None:
+    """Other inodes and times, the same bytes: nothing vouches for them but their digests, and those are enough."""
+    monkeypatch.setenv("GPUSYNC_SWAP", swap)
+    scene = scenes(DELTA)
+    victim.kill(scene.stream, 2, step=Step.RENAMED)
+    scene.local.rename(scene.local.with_name("moved"))
+    shutil.copytree(scene.local.with_name("moved"), scene.local, copy_function=shutil.copy)
+    shutil.rmtree(scene.local.with_name("moved"))
+    if swap == "staged":
+        scene.hide_versions()
+    report = scene.pull()
+    assert report.tensors_healed == ()
+    scene.show_versions()
+    scene.check_new(f"{swap}, copied")
 
 
 def test_a_marker_that_says_it_is_not_valid_means_rebuild(scenes: Scenes, victim: Victim) -> None:
