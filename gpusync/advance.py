@@ -11,6 +11,7 @@ import contextlib
 import errno
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 from gpusync import fsio
@@ -57,11 +58,16 @@ class Staged:
     fold: Fold
     progress: ProgressCallback | None
 
+    @property
+    def owner(self) -> Path:
+        """A file in staging by which this is known: nobody else's staging has it."""
+        return self.paths.staging / self.journal.after.id
+
     def is_current(self) -> bool:
         """True while the folder stands where it stood when this was staged, and nobody cleared staging."""
-        owner = self.paths.staging / self.journal.after.id
         with local_errors("reading the marker", self.paths.folder):
-            return marker_token(self.paths.folder) == self.journal.before and fsio.exists(owner)
+            before = self.journal.before
+            return marker_token(self.paths.folder) == before and fsio.exists(self.owner)
 
     def commit(self) -> None:
         """Steps 6 to 15: swap it in.
@@ -87,7 +93,7 @@ class Staged:
 
     def discard(self) -> None:
         """Remove what was staged, unless somebody else has done so and staged their own."""
-        if fsio.exists(self.paths.staging / self.journal.after.id):
+        if fsio.exists(self.owner):
             clear_staging(self.paths)
 
 

@@ -196,6 +196,8 @@ def _prepare(
         with clock.stage("attach"):
             state = state_of(model) or attach_first(model, chain, loading)
         way = _find_way(model, state, chain)
+        if way is not None:
+            lease.cover(way.placement)
         agreement = ranks.agree(way.offers if way is not None else {})
         stands_at = _disk_version(chain)
         with contextlib.closing(_share_file(way, agreement)) as shares:

@@ -38,6 +38,8 @@ T = TypeVar("T")
 
 _FIRST_PAUSE_SECONDS = 0.05
 _LAST_PAUSE_SECONDS = 2.0
+_LOOK_BACK = 4
+"""Versions before the applied one that are held against those applied: a later one need not touch what they changed."""
 
 
 class Chain:
@@ -155,8 +157,8 @@ class Chain:
     def check_identity(self, marker: Marker) -> None:
         """Refuse a source whose version numbers stand for other bytes than those applied.
 
-        Compares the applied version's fingerprint, and the target's where the marker knows it, with what is
-        published under those numbers now; versions that are gone are fine.
+        Compares the applied version's fingerprint, the target's where the marker knows it, and those of the versions
+        applied last with what is published under those numbers now; versions that are gone are fine.
 
         Raises
         ------
@@ -166,13 +168,19 @@ class Chain:
         known = {**marker.history}
         if marker.fingerprint is not None:
             known[marker.version] = marker.fingerprint
-        for number in sorted({marker.version, self.target_version} & known.keys()):
+        decisive = {marker.version, self.target_version} & known.keys()
+        earlier = sorted(known.keys() - decisive - {0})[-_LOOK_BACK:]
+        for number in sorted({*decisive, *earlier}):
             if not self.source.has_version(number):
                 continue
             try:
                 found = self.version(number)
             except SourceNotReadyError:
                 continue  # half gone: being pruned
+            except (FormatError, ChainError):
+                if number in decisive:
+                    raise
+                continue  # nothing is built on it any more
             if found.fingerprint != known[number]:
                 raise VersionConflictError(
                     "this version number now holds other bytes than those applied: it was published again, or by "
@@ -267,7 +275,7 @@ def open_chain(
     chain = Chain(source_dir, target_version, checkpoint=folder, base_dir=base, settings=settings)
     applied = marker.version if marker is not None else None
     try:
-        if marker is not None:
+        if marker is not None and chain.target_version > 0:  # a reset is the way out of a conflict
             chain.check_identity(marker)
         if applied is None or chain.target_version > applied or chain.target_version == 0:
             wait_visible(lambda: _validate(chain, applied), visibility_timeout_seconds)

@@ -146,20 +146,24 @@ class OpenFiles:
                 self._retire(path)
                 entry = None
             if entry is None:
-                fd = fsio.open_regular(path)
-                try:
-                    found = _stamp_of(fd)
-                    if stamp not in (None, found):
-                        raise FileChangedError(
-                            errno.ESTALE, "replaced since it was validated", str(path)
-                        )
-                except OSError:
-                    fsio.close_read(fd)
-                    raise
-                entry = self._files[path] = _Open(fd, found)
+                entry = self._open(path, stamp)
             self._files.move_to_end(path)
             entry.users += 1
             return entry
+
+    def _open(self, path: Path, stamp: FileStamp | None) -> _Open:
+        fd = -1
+        try:
+            fd = fsio.open_regular(path)
+            found = _stamp_of(fd)
+            if stamp not in (None, found):
+                raise FileChangedError(errno.ESTALE, "replaced since it was validated", str(path))
+            entry = self._files[path] = _Open(fd, found)
+        except BaseException:  # also an interrupt's
+            if fd >= 0:
+                fsio.close_read(fd)
+            raise
+        return entry
 
     def _release(self, entry: _Open) -> None:
         with self._lock:

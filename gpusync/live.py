@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from gpusync.errors import ModelPoisonedError, PlacementError
 from gpusync.marker import Marker
-from gpusync.placement import Spans
+from gpusync.placement import Placement, Spans
 from gpusync.places import Places
 from gpusync.relayout import Relaid
 
@@ -47,16 +48,55 @@ class Lease:
 
     def __init__(self) -> None:
         self.given_back = False
+        self._extents: Sequence[tuple[int, int]] = ()
 
     def give_back(self) -> None:
         """Let the next one have it. Giving back again is fine."""
         self.given_back = True
+
+    def cover(self, placement: Placement) -> None:
+        """Hold these weights against other models that share some of them, too.
+
+        Two updates stored at once into the same words would each be checked against the other's half.
+
+        Raises
+        ------
+        PlacementError
+            An update of a model that shares weights with this one is being prepared, or is prepared.
+        """
+        extents = placement.extents()
+        with _leases_lock:
+            for other in _leases_held():
+                if other is not self and _meet(extents, other._extents):
+                    raise PlacementError(
+                        "an update of another model that shares weights with this one is prepared; commit or discard "
+                        "it first"
+                    )
+            self._extents = extents
+
+
+def _meet(some: Sequence[tuple[int, int]], others: Sequence[tuple[int, int]]) -> bool:
+    """Return whether two sets of address ranges, each sorted and disjoint, have an address in common."""
+    left, right = 0, 0
+    while left < len(some) and right < len(others):
+        if some[left][1] <= others[right][0]:
+            left += 1
+        elif others[right][1] <= some[left][0]:
+            right += 1
+        else:
+            return True
+    return False
+
+
+def _leases_held() -> list[Lease]:
+    return [lease for lease in _leases_made if not lease.given_back]
 
 
 _states: weakref.WeakKeyDictionary[torch.nn.Module, LiveState] = weakref.WeakKeyDictionary()
 _leases: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Lease]] = (
     weakref.WeakKeyDictionary()
 )
+_leases_made: weakref.WeakSet[Lease] = weakref.WeakSet()
 _leases_lock = threading.Lock()
 
 
@@ -75,6 +115,7 @@ def take_lease(model: torch.nn.Module) -> Lease:
             raise PlacementError("an update of this model is prepared; commit or discard it first")
         lease = Lease()
         _leases[model] = weakref.ref(lease)
+        _leases_made.add(lease)
         return lease
 
 

@@ -11,6 +11,7 @@ whoever else uses the folder, on a file system that already breaks its word; oth
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import time
@@ -81,6 +82,9 @@ class FolderLock:
         Called while waiting; an exception from it ends the wait.
     """
 
+    _fd = -1
+    _process = 0
+
     def __init__(
         self,
         folder: Path,
@@ -90,7 +94,7 @@ class FolderLock:
         self._progress = progress
         self._path = folder / STATE_DIR / "lock"
         self._timeout_seconds = timeout_seconds
-        self._fd = -1
+        self._process = os.getpid()
         self._hook: HookCall | None = None
 
     def hold_until_returned(self, hook: HookCall) -> None:
@@ -120,14 +124,14 @@ class FolderLock:
             fsio.truncate(self._fd, 0)
             fsio.pwrite(self._fd, memoryview(f"{os.getpid()}\n".encode()), 0)
         except OSError as err:
-            fsio.close_read(self._fd)
+            self._close()
             raise CheckpointIOError(
                 f"lock cannot be taken: {err.strerror}; {_ADVICE}",
                 file=str(self._path),
                 errno=err.errno,
             ) from err
         except BaseException:
-            fsio.close_read(self._fd)
+            self._close()
             raise
         return self
 
@@ -137,11 +141,30 @@ class FolderLock:
         value: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        fd = self._fd
         if self._hook is None:
-            _unlock(fd)
+            self._give_back()
         else:
+            fd, self._fd = self._fd, -1
             self._hook.when_returned(lambda: _unlock(fd))
+
+    def __del__(self) -> None:
+        """A signal's exception may have come before either way out; a forked process has no say in its parent's lock."""
+        if self._process == os.getpid():
+            with contextlib.suppress(OSError):
+                self._give_back()
+
+    def _give_back(self) -> None:
+        if self._fd < 0:
+            return
+        try:
+            fsio.release_flock(self._fd)
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            fsio.close_read(fd)
 
     def _try(self) -> bool:
         return fsio.try_flock(self._fd)

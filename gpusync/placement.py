@@ -100,6 +100,19 @@ class Placement:
             spans[name, RELAID] = (region.address, region.nbytes)
         return spans
 
+    def extents(self) -> list[tuple[int, int]]:
+        """Return, for each live storage, the addresses from its first placed byte to behind its last; sorted."""
+        found: dict[int, tuple[int, int]] = {}
+        regions = [*self.regions.values(), *self.relaid.values()]
+        spans = [(region.data, region.address, region.nbytes) for region in regions]
+        spans += [(part.data, part.address, part.extent_nbytes) for part in self._parts()]
+        for data, begin, nbytes in spans:
+            if nbytes:
+                storage = data.untyped_storage().data_ptr()
+                first, end = found.get(storage, (begin, begin))
+                found[storage] = min(first, begin), max(end, begin + nbytes)
+        return sorted(found.values())
+
     def live_names(self) -> set[str]:
         """Return the parameters and buffers that hold placed or relaid bytes."""
         regions = itertools.chain(self.regions.values(), self.relaid.values())

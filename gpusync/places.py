@@ -6,7 +6,7 @@ regions of the storages that the model has then.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -71,6 +71,9 @@ class Places:
         and shape; positions follow a tensor that moves within its storage.
     overlaps
         Pairs of those live names that shared bytes.
+    ties
+        Pairs of a live name that a tensor goes to, and one that none goes to and that shared its bytes: a head tied to an
+        embedding, which would be left behind if it were untied.
     dropped, refused
         Tensors that have no place here, and those that cannot be updated in place, each with the reason.
     relaid
@@ -84,6 +87,7 @@ class Places:
     kinds: Mapping[str, Kind] = field(default_factory=dict)
     anchors: Mapping[str, Anchor] = field(default_factory=dict)
     overlaps: frozenset[tuple[str, str]] = frozenset()
+    ties: frozenset[tuple[str, str]] = frozenset()
     dropped: Mapping[str, str] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
     relaid: Mapping[str, str] = field(default_factory=dict)
@@ -105,6 +109,7 @@ class Places:
         PlacementError
             A tensor has no place any more, with a reason for each.
         """
+        _refuse_untied(live_tensors(model), self.ties)
         placed = _place_copies(model, self) if self.copies else place_by_name(model, self.entries)
         return _with_rearranged(model, placed, self.rearranged) if self.rearranged else placed
 
@@ -118,6 +123,7 @@ class Places:
             kinds={name: (entries[name].dtype, entries[name].shape) for name in placed},
             anchors={name: Anchor.of(live[name]) for name in used},
             overlaps=find_overlaps({name: live[name] for name in used}),
+            ties=_find_ties(live, used | self.entries.keys()),
         )
 
     def without_shapes(self) -> Places:
@@ -249,6 +255,28 @@ def _retied(live: Mapping[str, torch.Tensor], places: Places) -> dict[str, str]:
         for name, other in (pair, pair[::-1])
         if name in live and other in live
     }
+
+
+def _find_ties(
+    live: Mapping[str, torch.Tensor], fed: Collection[str]
+) -> frozenset[tuple[str, str]]:
+    """Return the pairs of a name that is fed, and one that is not and shares its bytes."""
+    pairs = find_overlaps(live)
+    either_way = pairs | {(other, name) for name, other in pairs}
+    return frozenset(pair for pair in either_way if pair[0] in fed and pair[1] not in fed)
+
+
+def _refuse_untied(live: Mapping[str, torch.Tensor], ties: Collection[tuple[str, str]]) -> None:
+    """Refuse a model in which a name has lost the tie that fed it; one that is gone altogether is no harm."""
+    reasons = {
+        other: f"it has been untied from {name} since the model was attached, and no tensor goes to it; attach it again"
+        for name, other in ties
+        if name in live
+        and other in live
+        and not find_overlaps({name: live[name], other: live[other]})
+    }
+    if reasons:
+        raise refused(reasons)
 
 
 def find_overlaps(tensors: Mapping[str, torch.Tensor]) -> frozenset[tuple[str, str]]:

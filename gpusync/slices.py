@@ -52,6 +52,12 @@ class Slice:
         return self.run_nbytes * self.runs
 
     @property
+    def extent_nbytes(self) -> int:
+        """Live bytes from the first run's begin to the last one's end."""
+        steps = (self.runs - 1) * self.live_stride
+        return steps + self.run_nbytes if self.nbytes else 0
+
+    @property
     def address(self) -> int:
         """Where the first run begins."""
         return self.data.data_ptr() + self.live_begin

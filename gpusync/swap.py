@@ -210,6 +210,7 @@ def clean(paths: FolderPaths) -> None:
 
 def clear_staging(paths: FolderPaths) -> None:
     """Remove staging and spool, which are garbage while no journal refers to them."""
+    fsio.remove_tree(paths.new_files)  # the name of whose it is goes last: it can be tried again
     fsio.remove_tree(paths.staging)
     fsio.remove_tree(paths.spool)
     fsio.unlink(paths.reserve)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -35,6 +36,9 @@ from gpusync.writeback import WriteBack, submit
 log = logging.getLogger(__name__)
 
 WriteBackMode = Literal["sync", "background", "none"]
+Phase = Literal[
+    "prepared", "committing", "committed", "finishing", "finished", "discarded", "poisoned"
+]
 
 
 class Update:
@@ -71,9 +75,8 @@ class Update:
         self._write_back = write_back
         self._report = report
         self._clock = clock
-        self._phase: Literal["prepared", "committed", "finished", "discarded", "poisoned"] = (
-            "prepared"
-        )
+        self._phase: Phase = "prepared"
+        self._turn = threading.Lock()
 
     def commit(self) -> None:
         """Make the new weights live: let the ranks vote, check the live words, XOR the lists in.
@@ -93,23 +96,24 @@ class Update:
         DeviceError
             A store failed and every store was taken back, or a rank died or came too late for the vote; the update is
             discarded. Or a graph is being captured: then the update stays prepared, to be committed after the capture.
+            A KeyboardInterrupt, SystemExit or CancelledError is raised as it is, once every store was taken back.
         ModelPoisonedError
             A store failed and could not be taken back, or a rank was lost after the vote.
         """
-        self._expect("prepared", "commit")
-        start = time.monotonic()
-        try:
-            for part in self._changes:
-                part.await_engine()
-        except ModelPoisonedError as err:
-            self._ranks.refuse(err)
-            self._poison()
-            raise
-        self._vote()
-        self._store()
-        self._lease.give_back()  # the lists go in finish: freeing them takes milliseconds of the pause
-        self._phase = "committed"
-        self._report = replace(self._report, pause_seconds=time.monotonic() - start)
+        with self._verb("prepared", "committing", "commit"):
+            start = time.monotonic()
+            try:
+                for part in self._changes:
+                    part.await_engine()
+            except ModelPoisonedError as err:
+                self._ranks.refuse(err)
+                self._poison()
+                raise
+            self._vote()
+            self._store()
+            # The lists go in finish: freeing them takes milliseconds of the pause.
+            self._lease.give_back()
+            self._report = replace(self._report, pause_seconds=time.monotonic() - start)
         log.info(
             "update_committed version=%d tensors=%d pause_seconds=%.4f",
             self._state.identity.version,
@@ -126,43 +130,35 @@ class Update:
             The folder could not follow: ``live_version`` is new, ``disk_version`` old and intact. The next update or
             pull catches up.
         """
-        self._expect("committed", "finish")
-        start = time.monotonic()
-        self._let_go()
-        self._ranks.leave()
-        report = self._report
-        try:
-            if report.write_back == "sync" and self._write_back is not None:
-                pulled = self._write_back.finish()
-                report = replace(report, pull=pulled, disk_version=pulled.to_version)
-            elif report.write_back == "background" and self._chain.checkpoint is not None:
-                submit(self._chain, self._chain.checkpoint, durable=self._durable, progress=None)
-        except CheckpointError as err:
-            err.noted(**self._standing())
-            raise
-        except GpuSyncError as err:
-            raise CheckpointError(
-                f"the live weights are new, and the local checkpoint could not follow: {err}",
-                version=err.version,
-                file=err.file,
-                tensor=err.tensor,
-                **self._standing(),
-            ) from err
-        self._phase = "finished"
-        self._report = replace(
-            report, finish_seconds=time.monotonic() - start, stages=self._clock.times()
-        )
+        with self._verb("committed", "finishing", "finish"):
+            start = time.monotonic()
+            self._release()
+            self._ranks.leave()
+            try:
+                report = self._follow()
+            except CheckpointError as err:
+                err.noted(**self._standing())
+                raise
+            except GpuSyncError as err:
+                raise CheckpointError(
+                    f"the live weights are new, and the local checkpoint could not follow: {err}",
+                    version=err.version,
+                    file=err.file,
+                    tensor=err.tensor,
+                    **self._standing(),
+                ) from err
+            seconds = time.monotonic() - start
+            self._report = replace(report, finish_seconds=seconds, stages=self._clock.times())
+            self._phase = "finished"
         return self._report
 
     def discard(self) -> None:
         """Forget the update before commit: nothing happened, on either side. Discarding again is fine."""
-        if self._phase not in ("prepared", "discarded"):
-            raise DeviceError(f"an update that is {self._phase} cannot be discarded")
-        self._phase = "discarded"
-        self._ranks.refuse(DeviceError("the update was discarded"))
-        self._release()
-        if self._write_back is not None:
-            self._write_back.discard()
+        with self._turn:
+            if self._phase not in ("prepared", "discarded"):
+                raise DeviceError(f"an update that is {self._phase} cannot be discarded")
+            self._phase = "discarded"
+        self._drop()
 
     @property
     def report(self) -> UpdateReport:
@@ -175,6 +171,29 @@ class Update:
     def __exit__(self, *exc_info: object) -> None:
         if self._phase == "prepared":
             self.discard()
+
+    @contextlib.contextmanager
+    def _verb(self, phase: Phase, during: Phase, verb: str) -> Iterator[None]:
+        """Run a verb in its turn, once; one that ends without a decision can be had again."""
+        with self._turn:
+            if self._phase != phase:
+                raise DeviceError(f"cannot {verb} an update that is {self._phase}")
+            self._phase = during
+        try:
+            yield
+        finally:
+            if self._phase == during:
+                self._phase = phase
+
+    def _follow(self) -> UpdateReport:
+        """Let the local checkpoint follow as it was asked to, and return the report."""
+        report = self._report
+        if report.write_back == "sync" and self._write_back is not None:
+            pulled = self._write_back.finish()
+            return replace(report, pull=pulled, disk_version=pulled.to_version)
+        if report.write_back == "background" and self._chain.checkpoint is not None:
+            submit(self._chain, self._chain.checkpoint, durable=self._durable, progress=None)
+        return report
 
     def _vote(self) -> None:
         """Return when every rank may store, or end the update as discarded on all of them."""
@@ -202,8 +221,11 @@ class Update:
             if self._plan is not None:
                 self._state.identity = self._plan.identity_after
                 self._state.relaid = self._plan.relaid_after or self._state.relaid
-        except (PlacementError, DeviceError):
+            self._phase = "committed"
+        except (PlacementError, DeviceError) as err:
             self._abandon()
+            if (stopped := _interrupt_behind(err)) is not None:
+                raise stopped from None
             raise
         except BaseException as err:
             # Not "taken back": an interrupt that arrives after the last store is no different from one before.
@@ -221,8 +243,9 @@ class Update:
 
     def _abandon(self) -> None:
         """Discard within a failing commit: in the pause nothing waits, and nothing hides why it failed."""
+        self._phase = "discarded"
         try:
-            self.discard()
+            self._drop()
         except CheckpointError as err:
             log.warning("staging_left reason=%s", err)
 
@@ -239,19 +262,18 @@ class Update:
                 "a parameter moved since prepare; nothing was stored, prepare again", tensor=gone[0]
             )
 
-    def _release(self) -> None:
-        self._let_go()
-        self._lease.give_back()
+    def _drop(self) -> None:
+        self._ranks.refuse(DeviceError("the update was discarded"))
+        self._release()
+        if self._write_back is not None:
+            self._write_back.discard()
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         """Keep nothing alive: not the lists, and not the weights' storages, which the engine may want to free."""
+        self._lease.give_back()
         self._changes = ()
         self._plan = None
         self._anchors = Anchors(None, None)
-
-    def _expect(self, phase: str, verb: str) -> None:
-        if self._phase != phase:
-            raise DeviceError(f"cannot {verb} an update that is {self._phase}")
 
     def _standing(self) -> dict[str, int | None]:
         """Where both sides stand, for the error of a folder that did not follow."""
@@ -261,3 +283,9 @@ class Update:
                 found = read_marker(self._chain.checkpoint).marker
                 disk = found.version if found is not None else None
         return {"live_version": self._state.identity.version, "disk_version": disk}
+
+
+def _interrupt_behind(err: GpuSyncError) -> BaseException | None:
+    """Return what stopped a store that was then taken back, where it is none of a program's errors."""
+    cause = err.__cause__
+    return cause if cause is not None and not isinstance(cause, Exception) else None

@@ -6,17 +6,21 @@ Staged while the model serves (:class:`WriteBack`), or pulled by one worker per 
 from __future__ import annotations
 
 import logging
+import os
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
+from gpusync import fsio
 from gpusync.advance import Staged
 from gpusync.chain import Chain
-from gpusync.checkpoint import local_errors
+from gpusync.checkpoint import FolderPaths, local_errors
 from gpusync.disk import FolderUpdate, open_folder, pull
 from gpusync.errors import CheckpointError, LockTimeoutError
 from gpusync.lock import FolderLock
 from gpusync.marker import read_marker
+from gpusync.swap import clear_staging
 from gpusync.timing import StageClock
 from gpusync.types import Progress, ProgressCallback, PullReport
 
@@ -29,7 +33,8 @@ class WriteBack:
     """The disk side of one update: staged during prepare, swapped in at finish.
 
     The folder's lock is not held in between, across the engine's pause. If another process moved the folder
-    meanwhile, finish pulls instead.
+    meanwhile, finish pulls instead. What was staged is removed when this is collected, or the process ends, without
+    either verb.
     """
 
     def __init__(
@@ -38,8 +43,7 @@ class WriteBack:
         self._chain = chain
         self._folder = folder
         self._durable = durable
-        self._progress = progress
-        self._stopped = False
+        self._progress = _Stoppable(progress)
         self._staged: tuple[FolderUpdate, Staged] | None = None
         self._done: PullReport | None = None
 
@@ -52,15 +56,17 @@ class WriteBack:
             As for :func:`gpusync.pull`.
         """
         clock = StageClock()
-        with FolderLock(self._folder, _LOCK_TIMEOUT_SECONDS, self._report):
+        with FolderLock(self._folder, _LOCK_TIMEOUT_SECONDS, self._progress):
             opened = open_folder(self._folder, self._chain.settings, self._progress)
             update = FolderUpdate(
-                self._chain, opened, durable=self._durable, progress=self._report, clock=clock
+                self._chain, opened, durable=self._durable, progress=self._progress, clock=clock
             )
             self._done = update.nothing_to_do()
             if self._done is None:
                 update.validate()
-                self._staged = update, update.stage()
+                staged = update.stage()
+                self._staged = update, staged
+                weakref.finalize(self, _remove_staged, staged.paths, staged.owner, os.getpid())
 
     def finish(self) -> PullReport:
         """Swap in what was staged.
@@ -81,13 +87,7 @@ class WriteBack:
 
     def stop(self) -> None:
         """Make a stage() that runs in another thread end at its next piece."""
-        self._stopped = True
-
-    def _report(self, event: Progress) -> None:
-        if self._stopped:
-            raise CheckpointError("staging was stopped; the folder is as it was")
-        if self._progress is not None:
-            self._progress(event)
+        self._progress.stopped = True
 
     def discard(self) -> None:
         """Remove what was staged. Never waits: whoever holds the lock now clears staging, or has done so.
@@ -109,6 +109,35 @@ class WriteBack:
     def _stands_at(self, version: int) -> bool:
         found = read_marker(self._folder).marker
         return found is not None and found.version == version
+
+
+class _Stoppable:
+    """A progress callback that can be told to stop the work that reports to it."""
+
+    def __init__(self, progress: ProgressCallback | None) -> None:
+        self._progress = progress
+        self.stopped = False
+
+    def __call__(self, event: Progress) -> None:
+        if self.stopped:
+            raise CheckpointError("staging was stopped; the folder is as it was")
+        if self._progress is not None:
+            self._progress(event)
+
+
+def _remove_staged(paths: FolderPaths, owner: Path, process: int) -> None:
+    """Remove what an update that nobody has any more had staged; it may be gone, or another's, or being swapped in.
+
+    A forked process has a copy of the update, but the folder is its parent's.
+    """
+    try:
+        if os.getpid() != process or not fsio.exists(owner):
+            return
+        with FolderLock(paths.folder, 0.0), local_errors("removing what was staged", paths.folder):
+            if fsio.exists(owner) and not fsio.exists(paths.journal):
+                clear_staging(paths)
+    except (CheckpointError, OSError) as err:
+        log.info("staging_left folder=%s reason=%s", paths.folder, err)
 
 
 def pull_for(

@@ -156,8 +156,9 @@ class Session:
         self._expect_usable()
         try:
             update.commit()
-        except GpuSyncError:
-            # An update that is still prepared after this, because a graph is being captured, can be had again.
+        except BaseException:
+            # Also a cancelled request: it is not to keep the next one from preparing. What is still prepared after this,
+            # because a graph is being captured, can be had again.
             self.discard()
             raise
         self._is_committed = True
