@@ -200,6 +200,8 @@ class Advance:
         refuse_folders_in_the_way(
             self._paths.folder, [*(plan.file for plan in plans), *sides.copies]
         )
+        ours = (self._paths.table.name, self._paths.held_config.name)
+        refuse_folders_in_the_way(self._paths.state, ours)
         mode = self._reserve(route, plans)
         work = Materializer(self._fold, healer, self._progress)
         with self._clock.stage("materialize", sum(plan.nbytes for plan in plans)):

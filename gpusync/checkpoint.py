@@ -25,10 +25,19 @@ from pathlib import Path
 
 from gpusync import fsio
 from gpusync.config import Settings
+from gpusync.digest import new_hasher
 from gpusync.errors import CheckpointIOError, FormatError, SourceNotReadyError
 from gpusync.files import FileChangedError, OpenFiles
-from gpusync.layout import Layout, read_layout
-from gpusync.marker import STATE_DIR, Marker, MarkerState, current_boot_id, read_marker
+from gpusync.layout import Layout, read_layout, read_shard
+from gpusync.marker import (
+    STATE_DIR,
+    Marker,
+    MarkerState,
+    current_boot_id,
+    is_sealed,
+    read_marker,
+    sealed,
+)
 
 _MAX_TABLE_BYTES = 1 << 30
 
@@ -141,8 +150,9 @@ def read_state(paths: FolderPaths, files: OpenFiles, settings: Settings) -> Loca
 
 
 def write_table(path: Path, marker_id: str, table: Mapping[str, str], *, durable: bool) -> None:
-    """Write a digest table bound to a marker id."""
-    fsio.write_json(path, {"id": marker_id, "tensors": dict(table)}, durable=durable)
+    """Write a digest table bound to a marker id, sealed: a digest that is damaged itself must convict no tensor."""
+    document = sealed({"id": marker_id, "tensors": dict(table)})
+    fsio.write_json(path, document, durable=durable)
 
 
 def read_bound_table(path: Path, marker_id: str) -> Mapping[str, str] | None:
@@ -155,17 +165,38 @@ def read_bound_table(path: Path, marker_id: str) -> Mapping[str, str] | None:
     """
     try:
         document = json.loads(fsio.read_file(path, _MAX_TABLE_BYTES))
-        bound = bool(marker_id) and document["id"] == marker_id
+        bound = bool(marker_id) and document["id"] == marker_id and is_sealed(document)
         table = dict(document["tensors"]) if bound else None
     except OSError as err:
         if is_absence(err):
             return None
         raise local_io_error(err, "reading the digest table", path) from err
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
     if table is None or not all(isinstance(text, str) for text in table.values()):
         return None
     return table
+
+
+def holds_tabled_bytes(path: Path, table: Mapping[str, str]) -> bool:
+    """True where every tensor of a shard has the digest that a table records; False for what is no shard."""
+    settings = Settings.from_env()
+    buffer = memoryview(bytearray(settings.piece_bytes))
+    with OpenFiles(settings.max_open_files, settings.source_retries) as files:
+        try:
+            shard = read_shard(path, files, settings)
+        except (FormatError, SourceNotReadyError):
+            return False
+        for name, entry in shard.header.entries.items():
+            hasher = new_hasher("xxh3-128")
+            begin, end = (shard.header.data_offset + place for place in (entry.begin, entry.end))
+            for offset in range(begin, end, len(buffer)):
+                piece = buffer[: end - offset]
+                files.read_into(path, piece, offset, shard.stamp)
+                hasher.update(piece)
+            if hasher.digest().hex != table.get(name):
+                return False
+    return True
 
 
 def is_absence(err: OSError) -> bool:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import xxhash
 
 from gpusync.errors import HeaderFormatError, MissingDependencyError
+from gpusync.jsontext import show
 from gpusync.types import ALGORITHMS, Algorithm, Digest
 
 try:
@@ -63,7 +64,7 @@ def parse_digest(
         raise HeaderFormatError(
             f"a digest is not {_HEX_DIGITS[algorithm]} hex digits",
             expected=algorithm,
-            got=repr(text)[:80],
+            got=show(text),
             **where,
         )
     return Digest(_known(algorithm), lowered)

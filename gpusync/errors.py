@@ -32,6 +32,11 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 
+def printable(text: str) -> str:
+    """Return text that any stream can carry: bytes of a file's name that are no UTF-8 come out as escapes."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
 class GpuSyncError(Exception):
     """Base of all gpusync errors.
 
@@ -95,7 +100,7 @@ class GpuSyncError(Exception):
         values = [
             f"{key} {getattr(self, key)}" for key in self.FIELDS if getattr(self, key) is not None
         ]
-        return f"{self.message} [{', '.join(values)}]" if values else self.message
+        return printable(f"{self.message} [{', '.join(values)}]" if values else self.message)
 
     def __reduce__(self) -> tuple[Any, ...]:
         fields = {key: getattr(self, key) for key in self.FIELDS}

@@ -298,12 +298,13 @@ def exists(path: Path) -> bool:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a folder of ours with everything in it; links in it are removed, never followed."""
-    try:
-        names = list_dir(path)
-    except FileNotFoundError:
+    """Remove a folder of ours with everything in it. Links, its own name among them, are removed, never followed."""
+    if not exists(path):
         return
-    for name in names:
+    if not stat.S_ISDIR(lstat(path).st_mode):
+        unlink(path)
+        return
+    for name in list_dir(path):
         child = path / name
         if stat.S_ISDIR(lstat(child).st_mode):
             remove_tree(child)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gpusync.errors import HeaderFormatError, SourceNotReadyError
-from gpusync.jsontext import parse_json_object, parse_tensor_name
+from gpusync.jsontext import parse_json_object, parse_tensor_name, show
 from gpusync.types import ShardHeader, TensorEntry
 
 DTYPE_BITS: dict[str, int] = {
@@ -196,7 +196,7 @@ def _parse_metadata(value: object, file: str) -> dict[str, str]:
             raise HeaderFormatError(
                 "a value of __metadata__ is not a string",
                 file=file,
-                tensor=key,
+                tensor=show(key),
                 got=type(text).__name__,
             )
     return value
@@ -213,7 +213,7 @@ def _parse_entry(name: str, row: object, file: str) -> TensorEntry:
         )
     dtype, shape, offsets = row["dtype"], row["shape"], row["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
-        raise HeaderFormatError("unknown dtype", file=file, tensor=name, got=repr(dtype)[:80])
+        raise HeaderFormatError("unknown dtype", file=file, tensor=name, got=show(dtype))
     if (
         not isinstance(offsets, list)
         or len(offsets) != 2
@@ -225,7 +225,7 @@ def _parse_entry(name: str, row: object, file: str) -> TensorEntry:
             "data_offsets are not two integers in order",
             file=file,
             tensor=name,
-            got=repr(offsets)[:80],
+            got=show(offsets),
         )
     begin, end = offsets
     nbytes = tensor_nbytes(dtype, shape)
@@ -234,7 +234,7 @@ def _parse_entry(name: str, row: object, file: str) -> TensorEntry:
             f"a shape of {dtype} is no list of sizes, overflows, or fills no whole bytes",
             file=file,
             tensor=name,
-            got=repr(shape)[:80],
+            got=show(shape),
         )
     if nbytes != end - begin:
         raise HeaderFormatError(

@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import re
 import unicodedata
-from typing import Any
+from typing import Any, TypeGuard
 
 from gpusync.errors import IndexFormatError, SourceNotReadyError
 from gpusync.header import tensor_nbytes
-from gpusync.jsontext import parse_json_object, parse_tensor_name
+from gpusync.jsontext import parse_json_object, parse_tensor_name, show
 from gpusync.types import (
     ALGORITHMS,
     ENCODINGS,
@@ -32,6 +32,7 @@ __all__ = [
     "parse_manifest",
     "parse_shard_name",
     "parse_version_dir_name",
+    "parse_version_number",
     "version_dir_name",
 ]
 
@@ -42,6 +43,7 @@ _VERSION_DIR = re.compile(r"weight_v([0-9]{1,18})")
 _VERSION_TEXT = re.compile(r"[0-9]{1,18}")
 _XXH3_HEX = re.compile(r"[0-9a-fA-F]{32}")
 MAX_VERSION = 10**18 - 1
+MAX_RUN_ID_CHARS = 256
 _MAX_SHARD_NAME_BYTES = 255
 _SHARD_SUFFIX = ".safetensors"
 # Characters that some shell, file system or reader takes for a separator, or shows as one. NFKC finds the
@@ -63,6 +65,13 @@ def parse_version_dir_name(name: str) -> int | None:
     return version or None
 
 
+def parse_version_number(value: object) -> int | None:
+    """Return a version written as "000007" or 7, or None."""
+    if isinstance(value, str) and _VERSION_TEXT.fullmatch(value):
+        return int(value)
+    return value if type(value) is int and 0 <= value <= MAX_VERSION else None
+
+
 def parse_shard_name(name: object, *, file: str) -> str:
     """Return a shard's file name as it is: one path component that ends in ``.safetensors``.
 
@@ -73,7 +82,15 @@ def parse_shard_name(name: object, *, file: str) -> str:
         character, is over 255 bytes, or has another suffix.
     """
     if not isinstance(name, str) or not name:
-        raise IndexFormatError("a shard name is not a file name", file=file, got=repr(name)[:300])
+        raise IndexFormatError("a shard name is not a file name", file=file, got=show(name))
+    # First of all: normalizing takes time that grows with the square of a name's marks.
+    too_long = len(name) > _MAX_SHARD_NAME_BYTES or len(name.encode()) > _MAX_SHARD_NAME_BYTES
+    if too_long or not name.endswith(_SHARD_SUFFIX):
+        raise IndexFormatError(
+            f"a shard name is over {_MAX_SHARD_NAME_BYTES} bytes or does not end in {_SHARD_SUFFIX}",
+            file=file,
+            got=show(name),
+        )
     folded = unicodedata.normalize("NFKC", name)
     if (
         any(char in "/\\:" for char in folded)
@@ -82,13 +99,7 @@ def parse_shard_name(name: object, *, file: str) -> str:
         or ".." in folded
     ):
         raise IndexFormatError(
-            "a shard name is not one plain path component", file=file, got=repr(name)[:300]
-        )
-    if len(name.encode()) > _MAX_SHARD_NAME_BYTES or not name.endswith(_SHARD_SUFFIX):
-        raise IndexFormatError(
-            f"a shard name is over {_MAX_SHARD_NAME_BYTES} bytes or does not end in {_SHARD_SUFFIX}",
-            file=file,
-            got=repr(name)[:300],
+            "a shard name is not one plain path component", file=file, got=show(name)
         )
     return name
 
@@ -125,7 +136,7 @@ def parse_index(data: bytes, *, file: str) -> DeltaIndex | FullIndex:
             )
         if not weight_map:
             raise IndexFormatError("a full checkpoint's weight_map is empty", file=file)
-        return FullIndex(weight_map, _version_of(metadata.get("version")), manifest_digest)
+        return FullIndex(weight_map, parse_version_number(metadata.get("version")), manifest_digest)
     _parse_choice(metadata, "compression_format", ("zstd",), file)
     return DeltaIndex(
         version=_parse_version(metadata, "version", 1, file),
@@ -153,8 +164,12 @@ def parse_manifest(data: bytes, *, file: str) -> Manifest:
         )
     value = parse_json_object(data, file=file, error=IndexFormatError, what="the manifest")
     run_id, base, tensors = value.get("run_id"), value.get("base_fingerprint"), value.get("tensors")
-    if not isinstance(run_id, str) or not run_id or not run_id.isprintable():
-        raise IndexFormatError("run_id is no printable string", file=file, got=repr(run_id)[:80])
+    if not is_run_id(run_id):
+        raise IndexFormatError(
+            f"run_id is no printable string of 1 to {MAX_RUN_ID_CHARS} characters",
+            file=file,
+            got=show(run_id),
+        )
     if not isinstance(tensors, dict):
         raise IndexFormatError("tensors is not an object", file=file, got=type(tensors).__name__)
     return Manifest(
@@ -168,6 +183,11 @@ def parse_manifest(data: bytes, *, file: str) -> Manifest:
             for name, row in tensors.items()
         },
     )
+
+
+def is_run_id(value: object) -> TypeGuard[str]:
+    """True for text that may name a run: printable, and short enough to stand in every marker and message."""
+    return isinstance(value, str) and 0 < len(value) <= MAX_RUN_ID_CHARS and value.isprintable()
 
 
 def build_manifest(manifest: Manifest) -> bytes:
@@ -212,32 +232,25 @@ def _parse_choice(values: dict[str, Any], key: str, choices: tuple[Any, ...], fi
             f"{key} is not one that this receiver knows",
             file=file,
             expected=" or ".join(choices),
-            got=repr(value)[:80],
+            got=show(value),
         )
     return value
 
 
-def _version_of(value: object) -> int | None:
-    """Return a version written as "000007" or 7, or None."""
-    if isinstance(value, str) and _VERSION_TEXT.fullmatch(value):
-        return int(value)
-    return value if type(value) is int and 0 <= value <= MAX_VERSION else None
-
-
 def _parse_version(values: dict[str, Any], key: str, least: int, file: str) -> int:
-    version = _version_of(values.get(key))
+    version = parse_version_number(values.get(key))
     if version is None or version < least:
         raise IndexFormatError(
             f"{key} is not an integer of at least {least}",
             file=file,
-            got=repr(values.get(key))[:80],
+            got=show(values.get(key)),
         )
     return version
 
 
 def _parse_hex(value: object, key: str, file: str) -> str:
     if not isinstance(value, str) or not _XXH3_HEX.fullmatch(value):
-        raise IndexFormatError(f"{key} is not 32 hex digits", file=file, got=repr(value)[:80])
+        raise IndexFormatError(f"{key} is not 32 hex digits", file=file, got=show(value))
     return value.lower()
 
 
@@ -256,6 +269,6 @@ def _parse_manifest_entry(name: str, row: object, file: str) -> ManifestEntry:
             file=file,
             tensor=name,
             expected=nbytes,
-            got=repr(row.get("nbytes"))[:80],
+            got=show(row.get("nbytes")),
         )
     return ManifestEntry(blob_digest, nbytes, row["dtype"], tuple(row["shape"]), framing)

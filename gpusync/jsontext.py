@@ -15,6 +15,8 @@ from gpusync.errors import FormatError
 MAX_NAME_BYTES = 4096
 """Longest tensor name, in UTF-8 bytes."""
 
+_SHOWN_CHARS = 80
+_SHOWN_ITEMS = 8
 _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 # u64 has 20 digits. Longer integers become floats: ignored where the key is, refused where an integer is due,
 # and never the quadratic time of a huge int().
@@ -78,7 +80,7 @@ def parse_tensor_name(name: object, *, file: str, error: type[FormatError]) -> s
         raise error(
             "a tensor name is empty, reserved, holds NUL or is no string",
             file=file,
-            got=repr(name)[:80],
+            got=show(name),
         )
     if len(name) * 4 > MAX_NAME_BYTES and len(name.encode()) > MAX_NAME_BYTES:
         raise error(
@@ -90,13 +92,29 @@ def parse_tensor_name(name: object, *, file: str, error: type[FormatError]) -> s
     return name
 
 
+def show(value: object) -> str:
+    """Return what an error says of a foreign value: short and printable, whatever its size, depth or characters."""
+    if isinstance(value, dict) or (isinstance(value, list) and not _is_short(value)):
+        return (
+            f"{type(value).__name__} of {len(value)}"  # its repr could be huge, or too deep to make
+        )
+    return ascii(value[:_SHOWN_CHARS] if isinstance(value, str) else value)[:_SHOWN_CHARS]
+
+
+def _is_short(items: list[Any]) -> bool:
+    """True for a few numbers and constants."""
+    return len(items) <= _SHOWN_ITEMS and not any(
+        isinstance(item, dict | list | str) for item in items
+    )
+
+
 def _object_of_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) != len(pairs):
         seen: set[str] = set()
         for key, _ in pairs:
             if key in seen:
-                raise _RefusedJson(f"holds the key {key!r} twice")
+                raise _RefusedJson(f"holds the key {show(key)} twice")
             seen.add(key)
     return value
 

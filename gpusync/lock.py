@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import stat
 import time
 from pathlib import Path
 from types import TracebackType
@@ -105,6 +106,11 @@ class FolderLock:
         start = time.monotonic()
         try:
             fsio.make_dir(self._path.parent)
+            if stat.S_ISLNK(fsio.lstat(self._path.parent).st_mode):
+                raise CheckpointError(
+                    "the state folder is a link: what is kept in it belongs beside the weights",
+                    file=str(self._path.parent),
+                )
             self._fd = fsio.open_lock_file(self._path)
         except OSError as err:
             raise CheckpointIOError(

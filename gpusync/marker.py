@@ -74,7 +74,7 @@ class Marker:
             "base": self.base,
             "history": {str(version): text for version, text in self.history.items()},
         }
-        return {**document, "seal": _seal(document)}
+        return sealed(document)
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def parse_marker(raw: bytes) -> MarkerState:
         version = int(document["version"])
         if isinstance(document["version"], bool | float) or not 0 <= version <= MAX_VERSION:
             return MarkerState("damaged")
-        if document.get("seal") == _seal({k: v for k, v in document.items() if k != "seal"}):
+        if is_sealed(document):
             return MarkerState("ours", _from_json(document, version))
     except (ArithmeticError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return MarkerState("damaged")
@@ -163,7 +163,18 @@ def _from_json(document: Mapping[str, Any], version: int) -> Marker:
     )
 
 
+def sealed(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a JSON document with its seal: damage to any part of it shows."""
+    return {**document, "seal": _seal(document)}
+
+
+def is_sealed(document: Mapping[str, Any]) -> bool:
+    """True where a document's seal fits."""
+    plain = {key: value for key, value in document.items() if key != "seal"}
+    return document.get("seal") == _seal(plain)
+
+
 def _seal(document: Mapping[str, Any]) -> str:
-    """Digest of everything else in the marker, in canonical JSON."""
+    """Digest of everything else in the document, in canonical JSON."""
     canonical = json.dumps(document, sort_keys=True, separators=(",", ":"))
     return digest_of("xxh3-128", canonical.encode("utf-8", "surrogatepass")).hex

@@ -18,6 +18,7 @@ from gpusync.digest import new_hasher
 from gpusync.encode import MAX_FRAME_BYTES, MIN_FRAME_BYTES
 from gpusync.errors import ChainError, VersionConflictError
 from gpusync.files import OpenFiles
+from gpusync.index import MAX_RUN_ID_CHARS, is_run_id
 from gpusync.publication import callers_errors
 from gpusync.publisher_state import StateStore, StateWriter
 from gpusync.source import Source, SourceVersion
@@ -92,7 +93,7 @@ class Publisher:
         self._states = StateStore(
             default if state_dir is None else Path(os.path.abspath(state_dir))
         )
-        self._run_id = run_id
+        self._run_id = _checked_run_id(run_id)
         self._last_version: int | None = None
         self.report: PublishReport | None = None
         """Report of the last publish."""
@@ -313,6 +314,7 @@ def publish_checkpoint(
     """
     start = time.monotonic()
     options = _delta_options(encoding, checksum, framing, frame_bytes)
+    run_id = _checked_run_id(run_id)
     with open_source(Path(os.path.abspath(source_dir))) as source:
         newest = open_newest(source)
         resolved = resolve_run(source, newest, run_id, None)
@@ -339,6 +341,13 @@ def publish_checkpoint(
             for name in new.file_of
         )
         return write_delta(source, base, options, resolved, diffs, start, progress=progress)
+
+
+def _checked_run_id(run_id: str | None) -> str | None:
+    """Return a run id as given, after checking that receivers take it."""
+    if run_id is not None and not is_run_id(run_id):
+        raise ValueError(f"run_id is not printable text of 1 to {MAX_RUN_ID_CHARS} characters")
+    return run_id
 
 
 def _delta_options(encoding: str, checksum: str, framing: str, frame_bytes: int) -> DeltaOptions:

@@ -15,6 +15,7 @@ from gpusync.errors import (
     IndexFormatError,
     SourceNotReadyError,
     VersionConflictError,
+    printable,
 )
 from gpusync.index import MAX_VERSION
 from gpusync.layout import Layout
@@ -55,7 +56,9 @@ class Route:
     def notes(self) -> list[str]:
         """What a report should say of these versions."""
         notes = [
-            f"version {found.version}: ignored {', '.join(found.strays[:3])}, which its index does not name"
+            printable(
+                f"version {found.version}: ignored {', '.join(found.strays[:3])}, which its index does not name"
+            )
             for found in self.versions
             if found.strays
         ]

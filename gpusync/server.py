@@ -1,18 +1,20 @@
 """The HTTP server: ``POST /pull_weights`` as slime's and miles's trainers call it, ``/health``, ``/metrics``.
 
 Every reply to ``/pull_weights`` is ``{"success": bool, "message": str, ...}``: 200 with the report, 400 with the
-error, 401 without the token, 403 outside the roots. A pull runs in a worker thread; the event loop only waits.
+error, 401 without the token, 403 outside the roots or from a web page; docs/openapi.json describes it. A pull runs in a worker thread; the event loop only waits.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hmac
+import json
 import logging
 import os
+import re
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -23,10 +25,11 @@ from typing import Any
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 from starlette.routing import Route
 
+from gpusync.connections import BoundedProtocol
 from gpusync.disk import pull
 from gpusync.errors import FormatError, GpuSyncError
 from gpusync.hook import PreReadHook
@@ -45,6 +48,9 @@ log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 64 * 1024
 MAX_PULLS = 8
+
+# An absolute path as messages write one; a date or a ratio has a digit before its slash.
+_PATH = re.compile(r"(?<![\w.)])/[^\s'\",;:\]]+")
 
 
 @dataclass(frozen=True)
@@ -159,7 +165,9 @@ def create_app(config: ServerConfig, stop: StopFlag | None = None) -> Starlette:
     service = PullService(config, metrics, stop or StopFlag())
 
     async def pull_weights(request: Request) -> Response:
+        asked: PullRequest | None = None
         try:
+            check_origin(request.headers.get("origin"))
             check_token(request.headers.get("authorization"), config.token)
             body = await read_body(request)
             # In a thread: resolving links on a mount that hangs must not stop the event loop.
@@ -169,15 +177,18 @@ def create_app(config: ServerConfig, stop: StopFlag | None = None) -> Starlette:
             return _reply(err.status, error_document(err))
         except (GpuSyncError, Stopped) as err:
             log.warning("pull_failed error=%s message=%s", type(err).__name__, err)
-            return _reply(400, _without_traceback(error_document(err)))
+            return _reply(400, _for_callers(error_document(err), asked, config))
+        except ClientDisconnect:
+            return _reply(400, error_document(RequestError(400, "the body ended too early")))
         except Exception:
             log.exception("pull_failed error=bug")
             message = "internal error; the server's log has the details"
             return _reply(500, {"success": False, "error": "InternalError", "message": message})
-        return _reply(200, success_document(describe_pull(report), report.to_dict()))
+        document = success_document(describe_pull(report), report.to_dict())
+        return _reply(200, _for_callers(document, asked, config))
 
     async def health(request: Request) -> Response:
-        return JSONResponse({"status": "ok"})
+        return _reply(200, {"status": "ok"})
 
     async def show_metrics(request: Request) -> Response:
         return Response(metrics.render(), media_type=CONTENT_TYPE)
@@ -199,6 +210,15 @@ def create_app(config: ServerConfig, stop: StopFlag | None = None) -> Starlette:
 
 
 # ---- a request, checked ----------------------------------------------------------------------------------
+
+
+def check_origin(origin: str | None) -> None:
+    """Refuse what a web page sends: browsers name its origin, trainers and scripts have none.
+
+    A page that someone on this host opens could otherwise call a server that listens on 127.0.0.1 without a token.
+    """
+    if origin is not None:
+        raise RequestError(403, "requests of web pages are refused")
 
 
 def check_token(header: str | None, token: str | None) -> None:
@@ -256,13 +276,44 @@ def _parse_folder(values: Mapping[str, Any], key: str, roots: Sequence[Path]) ->
 
 
 def _reply(status: int, document: dict[str, Any]) -> Response:
+    """Return a JSON response. Escaped to ASCII: a file's name may hold bytes that no UTF-8 has."""
     headers = {"WWW-Authenticate": "Bearer"} if status == 401 else None
-    return JSONResponse(document, status_code=status, headers=headers)
+    text = json.dumps(document, default=str)
+    return Response(text, status, headers, media_type="application/json")
 
 
-def _without_traceback(document: dict[str, Any]) -> dict[str, Any]:
-    """Cut what follows the first line (a pre-read hook's traceback): it is in the log, callers need none of it."""
-    return {**document, "message": document["message"].partition("\n")[0]}
+def _for_callers(
+    document: dict[str, Any], asked: PullRequest | None, config: ServerConfig
+) -> dict[str, Any]:
+    """Cut what only the log should say: a hook's traceback, and paths that the caller did not name.
+
+    The traceback is all that follows the message's first line.
+    """
+    named = (asked.local_checkpoint_dir, asked.source_dir) if asked is not None else ()
+    bases = {str(config.base_dir), os.path.realpath(config.base_dir)}
+
+    def cut(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: cut(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [cut(item) for item in value]
+        return _cut_paths(value, named, bases) if isinstance(value, str) else value
+
+    plain = cut(document)
+    plain["message"] = plain["message"].partition("\n")[0]
+    return plain  # type: ignore[no-any-return]
+
+
+def _cut_paths(text: str, named: Sequence[str], bases: Iterable[str]) -> str:
+    for base in sorted(bases, key=len, reverse=True):
+        if not any(folder.startswith(base) for folder in named):
+            text = text.replace(base, "(base_dir)")
+
+    def cut(match: re.Match[str]) -> str:
+        path = match[0]
+        return path if any(path.startswith(folder) for folder in named) else "(a path)"
+
+    return _PATH.sub(cut, text)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -270,7 +321,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
     detail = error.detail if isinstance(error, HTTPException) else "internal error"
     document = {"success": False, "error": "RequestError", "message": detail}
-    return JSONResponse(document, status_code=status)
+    return _reply(status, document)
 
 
 # ---- the process -----------------------------------------------------------------------------------------
@@ -316,7 +367,7 @@ def serve(config: ServerConfig, host: str, port: int, ready: Callable[[int], Non
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: stop.ask())
     settings = uvicorn.Config(
-        create_app(config, stop), http="h11", ws="none", log_config=None, access_log=False
+        create_app(config, stop), http=BoundedProtocol, ws="none", log_config=None, access_log=False
     )
     ready(listener.getsockname()[1])
     _StoppableServer(settings, stop).run(sockets=[listener])

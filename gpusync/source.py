@@ -33,8 +33,10 @@ from gpusync.index import (
     parse_index,
     parse_manifest,
     parse_version_dir_name,
+    parse_version_number,
     version_dir_name,
 )
+from gpusync.jsontext import show
 from gpusync.layout import (
     Layout,
     Shard,
@@ -160,9 +162,9 @@ class Source:
                 raise IndexFormatError("the aggregate is not a delta on version 0")
             for shard in found.shards.values():
                 torn = shard.header.metadata.get(_AGGREGATE_VERSION_KEY)
-                if torn is None or not torn.isdecimal() or int(torn) != found.version:
+                if parse_version_number(torn) != found.version:
                     raise HeaderFormatError(
-                        "the aggregate is torn", expected=found.version, got=torn
+                        "the aggregate is torn", expected=found.version, got=show(torn)
                     )
         except (OSError, FormatError, SourceNotReadyError) as err:
             log.info("aggregate_skipped reason=%s", err)
@@ -339,11 +341,15 @@ class Source:
         """What an operator would look for next: versions visible, and the store's own pointer."""
         numbers = sorted(found)
         visible = f"{numbers[0]}..{numbers[-1]} ({len(numbers)})" if numbers else "none"
+        latest = self.path / "latest"
         try:
-            latest = fsio.read_file(self.path / "latest", 4096).decode("utf-8", "replace").strip()
-        except OSError:
+            self._check_inside(
+                latest, "regular file"
+            )  # a link could show any file to who reads the error
+            text = fsio.read_file(latest, 4096).decode("utf-8", "replace").strip()
+        except (OSError, FormatError, SourceNotReadyError):
             return f"versions visible: {visible}"
-        return f"versions visible: {visible}; the store's latest says {latest!r}"
+        return f"versions visible: {visible}; the store's latest says {show(text)}"
 
 
 def _check_delta(index: DeltaIndex, shards: Mapping[str, Shard]) -> dict[str, Digest]:

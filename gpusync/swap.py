@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import json
 import logging
+import stat
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, astuple, dataclass, field, replace
 from enum import IntEnum
@@ -33,15 +34,23 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gpusync import fsio
-from gpusync.checkpoint import FolderPaths, is_absence, local_io_error
+from gpusync.checkpoint import (
+    FolderPaths,
+    holds_tabled_bytes,
+    is_absence,
+    local_io_error,
+    read_bound_table,
+)
 from gpusync.digest import digest_of
 from gpusync.files import FileStamp
 from gpusync.marker import (
     MARKER_NAME,
     Marker,
     current_boot_id,
+    is_sealed,
     parse_marker,
     read_marker,
+    sealed,
     write_marker,
 )
 
@@ -115,7 +124,7 @@ class Journal:
     def write(self, paths: FolderPaths) -> None:
         """Make the journal durable."""
         document = {**asdict(self), "after": self.after.to_json()}
-        fsio.write_json(paths.journal, document, durable=True)
+        fsio.write_json(paths.journal, sealed(document), durable=True)
 
 
 BuildShard = Callable[[str], None]
@@ -146,16 +155,27 @@ def read_journal(paths: FolderPaths) -> Journal | None:
         raise
     try:
         document: dict[str, Any] = json.loads(raw)
+        if not is_sealed(document):
+            return None
+        del document["seal"]
         after = parse_marker(json.dumps(document.pop("after")).encode())
         if after.state != "ours" or after.marker is None:
             return None
         document["renames"] = tuple(document["renames"])
         document["removes"] = tuple(document["removes"])
+        if not all(map(_is_file_name, (*document["renames"], *document["removes"]))):
+            return None
         stamps = document["stamps"].items()
         document["stamps"] = {name: FileStamp(**stamp) for name, stamp in stamps}
         return Journal(after=after.marker, **document)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
+
+
+def _is_file_name(name: object) -> bool:
+    """True for one path component: a swap touches no file outside of its folder."""
+    plain = isinstance(name, str) and name not in ("", ".", "..")
+    return plain and "/" not in name and "\0" not in name  # type: ignore[operator]
 
 
 def swap(paths: FolderPaths, journal: Journal, build: BuildShard | None = None) -> None:
@@ -269,10 +289,26 @@ def _resumable(paths: FolderPaths, journal: Journal) -> bool:
         return False  # staged without fsync, and the machine went down: the bytes may be anything
     if journal.mode == "rolling":
         return fsio.exists(paths.spool)
-    return all(
-        fsio.exists(paths.new_files / name) or fsio.exists(paths.folder / name)
-        for name in journal.renames
-    )
+    if journal.new_config and not (
+        fsio.exists(paths.new_files / paths.config.name) or fsio.exists(paths.config)
+    ):
+        return False
+    return all(_is_at_hand(paths, journal, name) for name in journal.renames)
+
+
+def _is_at_hand(paths: FolderPaths, journal: Journal, name: str) -> bool:
+    """True where a staged file is in staging still, or was renamed: an old file in its place is not taken for it."""
+    staged, target = paths.new_files / name, paths.folder / name
+    if fsio.exists(staged):
+        return stat.S_ISREG(fsio.lstat(staged).st_mode)
+    if not fsio.exists(target):
+        return False
+    if fsio.lstat(target).st_ino == journal.stamps[name].inode:
+        return True
+    # The folder was copied to another disk meanwhile, or the file system numbers its files anew: the bytes tell.
+    tables = (paths.staging / paths.table.name, paths.table)
+    found = [read_bound_table(table, journal.after.id) for table in tables]
+    return any(holds_tabled_bytes(target, table) for table in found if table is not None)
 
 
 def _with_proof(paths: FolderPaths, journal: Journal) -> Journal:
@@ -319,7 +355,7 @@ def _read_rolled(paths: FolderPaths) -> dict[str, FileStamp]:
     for line in fsio.read_file(paths.rolled, _MAX_JOURNAL_BYTES).splitlines():
         try:
             name, inode, nbytes, mtime_ns = json.loads(line)
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RecursionError):
             continue
         done[name] = FileStamp(inode, nbytes, mtime_ns)
     return done

@@ -21,6 +21,7 @@ from typing import Any, Literal
 import pytest
 
 from gpusync import advance, disk, swap
+from gpusync.marker import sealed
 from gpusync.swap import Step
 from tests.faults.layer import Real, System, SystemCall
 
@@ -414,6 +415,7 @@ def _restamped(raw: bytes, stamps: Mapping[int, tuple[int, int]]) -> bytes:
         journal = json.loads(raw)
     except ValueError:
         return raw
+    del journal["seal"]
     for stamp in journal["stamps"].values():
         stamp["inode"], stamp["mtime_ns"] = stamps.get(stamp["inode"], (1, 1))
-    return json.dumps(journal).encode()
+    return json.dumps(sealed(journal)).encode()

@@ -18,7 +18,7 @@ import pytest
 import gpusync
 from gpusync import fsio
 from gpusync.errors import GpuSyncError, SourceNotReadyError
-from gpusync.marker import read_marker, write_marker
+from gpusync.marker import read_marker, sealed, write_marker
 from gpusync.swap import Step
 from tests import wire
 from tests.crash.harness import (
@@ -132,8 +132,9 @@ def test_a_swap_of_another_boot_without_fsync_is_dropped(
     victim.kill(scene.stream, scene.case.target, step=step, options={"durable": False})
     state = scene.local / ".weight_sync"
     journal = json.loads((state / "journal.json").read_bytes())
+    del journal["seal"]
     journal["boot_id"] = ANOTHER_BOOT
-    (state / "journal.json").write_text(json.dumps(journal))
+    (state / "journal.json").write_text(json.dumps(sealed(journal)))
     lost = list(scene.local.rglob("*.safetensors"))
     for path in lost:  # what the page cache held is zeros after the power cut
         path.write_bytes(bytes(path.stat().st_size))

@@ -32,7 +32,7 @@ from gpusync.errors import (
 )
 from gpusync.files import FileChangedError, OpenFiles
 from gpusync.lock import FolderLock
-from gpusync.marker import Marker, _seal, parse_marker
+from gpusync.marker import Marker, parse_marker, sealed
 from gpusync.placement import place_by_name
 from gpusync.swap import Journal, read_journal, recover
 from tests import live, wire
@@ -141,8 +141,8 @@ def test_no_marker_raises(raw: bytes) -> None:
 @pytest.mark.parametrize("bend", [{"run_id": 7}, {"base": 7}, {"id": None}, {"history": [1]}])
 def test_a_sealed_marker_with_other_fields_is_damaged(bend: dict[str, Any]) -> None:
     document = {**Marker(3, id="x").to_json(), **bend}
-    document["seal"] = _seal({key: document[key] for key in document if key != "seal"})
-    assert parse_marker(json.dumps(document).encode()).state == "damaged"
+    del document["seal"]
+    assert parse_marker(json.dumps(sealed(document)).encode()).state == "damaged"
 
 
 @pytest.mark.parametrize("raw", [b'"text"', b"7", b"[]", b'{"after": {"version": "000001"}}'])
