@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 
 from gpusync.engines.session import Session, named_errors, to_plain
+from gpusync.engines.vllm_answers import answers_together
 from gpusync.engines.vllm_relayout import VllmRelayout
 from gpusync.engines.vllm_weights import check_derived, why_not
 from gpusync.errors import DeviceError
@@ -89,11 +90,12 @@ class VllmMount:
 
 
 class WorkerExtension:
-    """Methods that vLLM adds to its workers; each runs in every worker, and raises there.
+    """Methods that vLLM adds to its workers; each runs in every worker.
 
-    An error reaches the caller as text that begins with its class, for example ``PlacementError: ...``.
+    An error of any worker reaches the caller, as text that begins with its class, for example ``PlacementError: ...``.
     """
 
+    @answers_together
     def gpusync_attach(
         self, checkpoint_dir: str, version: int | None = None, relayout: bool = False
     ) -> dict[str, Any]:
@@ -102,9 +104,9 @@ class WorkerExtension:
         ``relayout`` takes experts that vLLM rearranges after loading as well; then every update is prepared with it, too.
         Without this call the first update does it. An update that is prepared in the background needs it.
         """
-        with named_errors():
-            return to_plain(_session_of(self).attach(checkpoint_dir, version, relayout))
+        return to_plain(_session_of(self).attach(checkpoint_dir, version, relayout))
 
+    @answers_together
     def gpusync_prepare(
         self,
         source_dir: str,
@@ -119,25 +121,25 @@ class WorkerExtension:
         pause, commit.
         Other options are those of :func:`gpusync.open_chain` and :func:`gpusync.prepare`.
         """
-        with named_errors():
-            session = _session_of(self)
-            session.prepare(source_dir, target_version, checkpoint, base_dir, **options)
-            return {"phase": session.phase}
+        session = _session_of(self)
+        session.prepare(source_dir, target_version, checkpoint, base_dir, **options)
+        return {"phase": session.phase}
 
     def gpusync_phase(self) -> dict[str, Any]:
         """Return where the update stands: "idle", "preparing", "prepared" (or failed: ``commit`` says), "committed"."""
         return {"phase": _session_of(self).phase}
 
+    @answers_together
     def gpusync_commit(self) -> dict[str, Any]:
         """Make the prepared weights live. The engine is paused: no forward pass may run."""
-        with named_errors():
-            return to_plain(_session_of(self).commit())
+        return to_plain(_session_of(self).commit())
 
+    @answers_together
     def gpusync_finish(self) -> dict[str, Any]:
         """Let the local checkpoint follow, after the engine resumed, and return the report."""
-        with named_errors():
-            return to_plain(_session_of(self).finish())
+        return to_plain(_session_of(self).finish())
 
+    @answers_together
     def gpusync_apply(
         self,
         source_dir: str,
@@ -147,19 +149,18 @@ class WorkerExtension:
         **options: Any,
     ) -> dict[str, Any]:
         """Prepare, commit and finish in one call, and return the report. The engine is paused, or idle."""
-        with named_errors():
-            session = _session_of(self)
-            report = session.apply(source_dir, target_version, checkpoint, base_dir, **options)
-            return to_plain(report)
+        session = _session_of(self)
+        report = session.apply(source_dir, target_version, checkpoint, base_dir, **options)
+        return to_plain(report)
 
     def gpusync_version(self) -> int | None:
         """Return the version that is live; None before the model was attached, after a reload, or once it is poisoned."""
         return _session_of(self).version
 
+    @answers_together
     def gpusync_discard(self) -> None:
         """Forget a prepared update; without one, nothing."""
-        with named_errors():
-            _session_of(self).discard()
+        _session_of(self).discard()
 
 
 @dataclass
@@ -231,6 +232,7 @@ class WeightTransferBackend:
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
+        # On every rank: vLLM's workers each end their weight update by the error.
         with named_errors():
             if update_info.phase in ("apply", "prepare"):
                 self._prepare(update_info)

@@ -241,6 +241,13 @@ def test_two_ranks_follow_together(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with serving(base, ranks=2) as llm:
         live = Live.on(llm, base)
         live.follow(live.extend)
+        with pytest.raises(Exception, match="SourceNotReadyError: version 10 is not"):
+            live.extend(10)
+        with pytest.raises(Exception, match=r"TypeError: .*argument 'colour'"):
+            live.call("gpusync_apply", live.source, 8, colour="red")
+        # Answers of the failed calls are not taken for those of later ones.
+        assert live.call("gpusync_version") == [8, 8]
+        assert live.call("gpusync_phase") == [{"phase": "idle"}] * 2
         live.follow(live.transfer)
         version = live.publish()
         reports = live.extend(version)
