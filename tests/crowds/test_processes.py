@@ -14,6 +14,7 @@ import pytest
 
 import gpusync
 from tests import wire
+from tests.crash.figures import counted
 from tests.crash.harness import OURS_AT_REST, state_files
 from tests.driver import check_at
 from tests.warm import Ended, Running, Warm
@@ -73,6 +74,7 @@ def stream(fast_path: Path) -> wire.Stream:
 
 def start(warm: Warm, stream: wire.Stream, code: str, targets: Sequence[int]) -> Running:
     gate = stream.root / "gate"
+    counted["processes in crowds"] += 1
     return warm.start(code, stream.local, stream.base, stream.source, gate, *targets)
 
 

@@ -18,6 +18,7 @@ from torch import nn
 import gpusync
 from gpusync.lock import FolderLock
 from tests import live, wire
+from tests.crash.figures import counted
 from tests.crash.harness import OURS_AT_REST, open_descriptors, state_files
 from tests.driver import check_at, open_chain
 
@@ -102,6 +103,7 @@ class Interrupt:
                 before = frame.f_lineno
                 if self.happened and not leaves:
                     self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+                    counted["interrupts of a live update"] += 1
                     raise self._error  # a new one: it holds the frames that it comes through
             return line
 

@@ -9,6 +9,7 @@ import pytest
 
 import gpusync
 from tests import wire
+from tests.crash.figures import counted
 from tests.crash.harness import OURS_AT_REST, state_files
 from tests.driver import check_at, model_at, open_chain
 from tests.engine_side.scene import check_nothing_is_left
@@ -96,6 +97,7 @@ def run_engine(
 ) -> tuple[int, list[str]]:
     arguments = (stream.local, stream.base, stream.source, "cpu", stage, how, where)
     ended = warm.run(ENGINE, *arguments)
+    counted["SIGTERMs"] += 1
     if (
         where == "main"
     ):  # a thread that goes on while the interpreter ends is told that it is too late

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from collections.abc import Iterable
@@ -15,6 +16,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import gpusync
+from gpusync.changes import RegionChanges
 from gpusync.engines.session import Session, named_errors, to_plain
 from gpusync.engines.vllm import WeightTransferBackend, WorkerExtension
 from gpusync.engines.vllm_weights import check_derived, why_not
@@ -106,6 +108,25 @@ def test_discard_and_out_of_turn_calls(run: Run) -> None:
     session.discard()
     assert session.phase == "idle" and run.holds(0)
     assert session.apply(run.source, 2, **run.where).versions == (1, 2)
+    assert run.holds(2)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, asyncio.CancelledError])
+def test_a_request_cancelled_in_commit_keeps_nobody_from_preparing(
+    run: Run, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    session = Session(FakeMount(run.model))
+    session.prepare(run.source, 1, **run.where)
+
+    def store(*arguments: Any) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RegionChanges, "store", store)
+        with pytest.raises(error):
+            session.commit()
+    assert (session.phase, session.version) == ("idle", 0) and run.holds(0)
+    assert session.apply(run.source, 2, **run.where).to_version == 2
     assert run.holds(2)
 
 

@@ -20,7 +20,8 @@ from tests import support
 
 DOCUMENTS = (
     "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md",
-    "docs/ARCHITECTURE.md", "docs/DEVICE.md", "docs/ENGINES.md", "docs/FORMAT.md", "docs/OPERATIONS.md", "bench/README.md", "bench/gpu_check.md",
+    "docs/ARCHITECTURE.md", "docs/DEVICE.md", "docs/ENGINES.md", "docs/FORMAT.md", "docs/OPERATIONS.md", "docs/RELIABILITY.md",
+    "bench/README.md", "bench/gpu_check.md",
 )  # fmt: skip
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -219,6 +220,19 @@ def test_invariants_name_tests_that_exist(read: Any, repository: Path) -> None:
         named = words(row[2])
         assert named and all(name.startswith(f"test_{row[0].lower()}_") for name in named)
         assert set(named) == set(re.findall(rf"def (test_{row[0].lower()}_\w+)", source))
+
+
+def test_reliability_names_tests_that_exist(read: Any, repository: Path) -> None:
+    """Each promise has tests, by file or by file and name."""
+    promises = table(read("docs/RELIABILITY.md"), "## Promises\n")
+    figures = table(read("docs/RELIABILITY.md"), "## Figures\n")
+    assert len(promises) > 15 and len(figures) > 5
+    for row in [*promises, *figures]:
+        named = [name for name in words(row[-1]) if name.startswith("tests/")]
+        assert named, row
+        for file, _, test in (name.partition("::") for name in named):
+            source = (repository / file).read_text(encoding="utf-8")
+            assert f"def {test}(" in source if test else "def test_" in source, (file, test)
 
 
 def test_metrics_table_equals_the_metrics(read: Any) -> None:
