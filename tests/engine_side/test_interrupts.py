@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -119,6 +120,8 @@ def test_commit_stopped_at_any_line_is_whole_or_poisoned(
                     pass
             assert interrupt.happened, f"{number} of {lines} lines"
             end = check_end_of_commit(stream, model, update, f"stopped at {interrupt.where}")
+            with contextlib.suppress(GpuSyncError):
+                update.discard()  # where it is still prepared
             del update
         ends[end] += 1
         check_nothing_is_left(stream)
