@@ -77,6 +77,7 @@ class Update:
         self._clock = clock
         self._phase: Phase = "prepared"
         self._turn = threading.Lock()
+        self._whose: object = None
 
     def commit(self) -> None:
         """Make the new weights live: let the ranks vote, check the live words, XOR the lists in.
@@ -175,14 +176,16 @@ class Update:
     @contextlib.contextmanager
     def _verb(self, phase: Phase, during: Phase, verb: str) -> Iterator[None]:
         """Run a verb in its turn, once; one that ends without a decision can be had again."""
-        with self._turn:
-            if self._phase != phase:
-                raise DeviceError(f"cannot {verb} an update that is {self._phase}")
-            self._phase = during
-        try:
+        turn = object()
+        try:  # from before the phase changes: an exception can arrive at any line
+            with self._turn:
+                if self._phase != phase:
+                    raise DeviceError(f"cannot {verb} an update that is {self._phase}")
+                self._whose = turn
+                self._phase = during
             yield
         finally:
-            if self._phase == during:
+            if self._whose is turn and self._phase == during:
                 self._phase = phase
 
     def _follow(self) -> UpdateReport:
