@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gpusync.changes import ChangeList, ListBudget, LiveSink, RegionChanges, SliceSink
+from gpusync.changes import ListBudget, RegionChanges
 from gpusync.errors import DeviceError, ModelPoisonedError, PlacementError
 from gpusync.fold import Fold, run_parallel
 from gpusync.materialize import TensorPlan, mismatch
 from gpusync.parts import LiveWork, PreparedPart
+from gpusync.sinks import ChangeList, LiveSink, SliceSink
 from gpusync.timing import Meter, StageClock
 from gpusync.types import Algorithm, Digest
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from gpusync.chain import Chain, start_layout
-from gpusync.changes import ChangeList, ListBudget, LiveSink, RegionChanges
+from gpusync.changes import ListBudget, RegionChanges
 from gpusync.digest import digest_of
 from gpusync.errors import OutOfScratchError, PlacementError
 from gpusync.fold import Bytes, Fold, run_parallel
@@ -29,6 +29,7 @@ from gpusync.relayout import (
     ScratchSink,
 )
 from gpusync.route import Route
+from gpusync.sinks import ChangeList, LiveSink
 from gpusync.timing import Meter, StageClock
 from gpusync.types import Algorithm, Digest
 

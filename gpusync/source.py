@@ -6,6 +6,7 @@ trusted before it is validated, and nothing is mapped into memory: a mount may s
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import stat
@@ -342,14 +343,11 @@ class Source:
         numbers = sorted(found)
         visible = f"{numbers[0]}..{numbers[-1]} ({len(numbers)})" if numbers else "none"
         latest = self.path / "latest"
-        try:
-            self._check_inside(
-                latest, "regular file"
-            )  # a link could show any file to who reads the error
+        with contextlib.suppress(OSError, FormatError, SourceNotReadyError):
+            self._check_inside(latest, "regular file")  # a link could show any file
             text = fsio.read_file(latest, 4096).decode("utf-8", "replace").strip()
-        except (OSError, FormatError, SourceNotReadyError):
-            return f"versions visible: {visible}"
-        return f"versions visible: {visible}; the store's latest says {show(text)}"
+            visible += f"; the store's latest says {show(text)}"
+        return f"versions visible: {visible}"
 
 
 def _check_delta(index: DeltaIndex, shards: Mapping[str, Shard]) -> dict[str, Digest]:
