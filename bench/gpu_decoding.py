@@ -12,7 +12,7 @@ from gpu_lab import MIB, Bytes, Lab
 from numpy.typing import NDArray
 
 from gpusync.device.nvcomp import DecodeArrays
-from gpusync.encode import compress_frames
+from gpusync.format.encode import compress_frames
 
 GUARD = 0xC7
 SLACK_NBYTES = 4096

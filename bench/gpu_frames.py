@@ -14,7 +14,7 @@ from gpu_lab import KIB, Bytes, Lab, Task, make_delta, name_nbytes
 from gpu_regions import Regions
 
 from gpusync.device.nvcomp import describe_status
-from gpusync.encode import compress_single
+from gpusync.format.encode import compress_single
 
 
 def run_decoding(task: Task) -> None:

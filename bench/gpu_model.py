@@ -18,7 +18,7 @@ import xxhash
 from gpu_lab import Bytes, make_delta
 from stream import plan_tensors
 
-from gpusync.encode import compress_seekable
+from gpusync.format.encode import compress_seekable
 
 FRAME_NBYTES = 256 << 10  # the publisher's default
 _PIECE = 16 << 20

@@ -34,11 +34,11 @@ from gpusync.errors import (
 from gpusync.types import AttachReport, Progress, PullReport, UpdateReport, VerifyReport
 
 if TYPE_CHECKING:
-    from gpusync.apply import Update, apply_to_model, attach, live_version, prepare, warmup
-    from gpusync.chain import Chain, open_chain
-    from gpusync.disk import pull
-    from gpusync.publish import Publisher
-    from gpusync.scrub import verify
+    from gpusync.live.apply import Update, apply_to_model, attach, live_version, prepare, warmup
+    from gpusync.local.pull import pull
+    from gpusync.local.verify import verify
+    from gpusync.published.chain import Chain, open_chain
+    from gpusync.publisher.publish import Publisher
 
 __version__ = "0.1.0"
 
@@ -83,17 +83,17 @@ __all__ = [
 ]
 
 _HOME_OF = {
-    "Update": "gpusync.apply",
-    "apply_to_model": "gpusync.apply",
-    "attach": "gpusync.apply",
-    "live_version": "gpusync.apply",
-    "prepare": "gpusync.apply",
-    "warmup": "gpusync.apply",
-    "Chain": "gpusync.chain",
-    "open_chain": "gpusync.chain",
-    "pull": "gpusync.disk",
-    "Publisher": "gpusync.publish",
-    "verify": "gpusync.scrub",
+    "Update": "gpusync.live.apply",
+    "apply_to_model": "gpusync.live.apply",
+    "attach": "gpusync.live.apply",
+    "live_version": "gpusync.live.apply",
+    "prepare": "gpusync.live.apply",
+    "warmup": "gpusync.live.apply",
+    "Chain": "gpusync.published.chain",
+    "open_chain": "gpusync.published.chain",
+    "pull": "gpusync.local.pull",
+    "Publisher": "gpusync.publisher.publish",
+    "verify": "gpusync.local.verify",
 }
 
 

@@ -165,7 +165,7 @@ class Model(nn.Module):
 
 
 class EngineRelayout:
-    """What rearranges the experts, as an engine offers it; see :class:`gpusync.relayout.Relayout`."""
+    """What rearranges the experts, as an engine offers it; see :class:`gpusync.placement.relayout.Relayout`."""
 
     def __init__(self, process: Callable[[Tensors], Tensors]) -> None:
         self._process = process

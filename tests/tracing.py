@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpusync.tensors import DTYPE_NAMES
-from gpusync.trace import Copy, Trace, trace_load
+from gpusync.placement.tensors import DTYPE_NAMES
+from gpusync.placement.trace import Copy, Trace, trace_load
 from gpusync.types import TensorEntry
 
 Weights = Iterable[tuple[str, torch.Tensor]]

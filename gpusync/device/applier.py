@@ -13,9 +13,6 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-from gpusync.blobmaps import BlobMap, read_blob_map
-from gpusync.blobs import BlobSource
-from gpusync.changes import ListBudget
 from gpusync.device.batches import plan_batches
 from gpusync.device.capacities import capacities_for
 from gpusync.device.chunks import Capacities
@@ -39,10 +36,13 @@ from gpusync.device.segments import DeviceChanges, ListMemory, Segment
 from gpusync.device.selftest import nvcomp_is_trusted
 from gpusync.device.staging import Feeder, NeedsHost, PinnedRing
 from gpusync.errors import DecodeError, DeviceError, KernelError, ModelPoisonedError
-from gpusync.fold import Fold, run_parallel, shut_down
-from gpusync.materialize import TensorPlan
-from gpusync.parts import LiveWork, PreparedPart
-from gpusync.slices import Slice
+from gpusync.folding.fold import Fold, run_parallel, shut_down
+from gpusync.host.changes import ListBudget
+from gpusync.host.parts import LiveWork, PreparedPart
+from gpusync.local.materialize import TensorPlan
+from gpusync.placement.slices import Slice
+from gpusync.published.blobmaps import BlobMap, read_blob_map
+from gpusync.published.blobs import BlobSource
 from gpusync.timing import Meter, StageClock
 from gpusync.types import Digest
 

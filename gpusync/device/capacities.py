@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from gpusync.blobmaps import MAX_FRAME_NBYTES
 from gpusync.device.chunks import ALIGNMENT, GUARD_NBYTES, Capacities
 from gpusync.device.kernels import TILE_NBYTES
 from gpusync.errors import OutOfScratchError
+from gpusync.published.blobmaps import MAX_FRAME_NBYTES
 
 SLOTS = 2
 """Batches in work at once."""

@@ -13,7 +13,6 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from gpusync.blobmaps import Positions
 from gpusync.device.layers import (
     DeviceTensor,
     FoldedLayer,
@@ -23,6 +22,7 @@ from gpusync.device.layers import (
     RawLayer,
     RegionMap,
 )
+from gpusync.published.blobmaps import Positions
 
 __all__ = [
     "ALIGNMENT",

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gpusync.blobmaps import BlobMap, Positions
 from gpusync.device.chunks import (
     ALIGNMENT,
     GUARD_NBYTES,
@@ -18,6 +17,7 @@ from gpusync.device.chunks import (
 )
 from gpusync.device.kernels import TILE_NBYTES
 from gpusync.device.layers import DeviceTensor, FramesLayer, LayerPlan, PayloadLayer
+from gpusync.published.blobmaps import BlobMap, Positions
 
 MIN_LAST_NBYTES = 64
 """The least that is cut off at a region's end: the last stripe of its digest comes from one chunk."""

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gpusync.device.runtime import Runtime
-from gpusync.digest import Hasher, new_hasher
 from gpusync.errors import DecodeError
-from gpusync.fold import Bytes, Fold, run_parallel
-from gpusync.materialize import TensorPlan, mismatch
-from gpusync.parts import LiveWork
-from gpusync.sharefile import ShareWriter
-from gpusync.slices import Slice, any_within
+from gpusync.folding.fold import Bytes, Fold, run_parallel
+from gpusync.format.digest import Hasher, new_hasher
+from gpusync.host.parts import LiveWork
+from gpusync.local.materialize import TensorPlan, mismatch
+from gpusync.placement.slices import Slice, any_within
+from gpusync.ranks.sharefile import ShareWriter
 from gpusync.types import Algorithm, Digest
 
 DEVICE_ALGORITHM: Algorithm = "xxh3-128"

@@ -10,9 +10,9 @@ from typing import Literal
 
 import numpy as np
 
-from gpusync.blobmaps import BlobMap, Positions
-from gpusync.blobs import BlobSource
-from gpusync.fold import Origin
+from gpusync.folding.fold import Origin
+from gpusync.published.blobmaps import BlobMap, Positions
+from gpusync.published.blobs import BlobSource
 
 
 @dataclass(frozen=True, slots=True)

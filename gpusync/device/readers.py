@@ -12,14 +12,14 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from gpusync.blobmaps import BlobMap
-from gpusync.blobs import BlobFile, hash_blob, hold_digest
 from gpusync.device.chunks import Chunk, ChunkLayer
 from gpusync.device.layers import FoldedLayer, RegionMap
-from gpusync.digest import Hasher, new_hasher
 from gpusync.errors import FormatError, SourceNotReadyError
-from gpusync.fold import Fold, Origin
-from gpusync.frames import FrameWalker
+from gpusync.folding.fold import Fold, Origin
+from gpusync.format.digest import Hasher, new_hasher
+from gpusync.format.frames import FrameWalker
+from gpusync.published.blobmaps import BlobMap
+from gpusync.published.blobs import BlobFile, hash_blob, hold_digest
 from gpusync.types import Frame
 
 Bytes = NDArray[np.uint8]

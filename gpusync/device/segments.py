@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gpusync.changes import ListBudget
 from gpusync.device.kernels import LIST
 from gpusync.device.launches import (
     Entries,
@@ -33,6 +32,7 @@ from gpusync.errors import (
     OutOfScratchError,
     PlacementError,
 )
+from gpusync.host.changes import ListBudget
 
 ENTRY_NBYTES = 4
 """Of an entry: u16 index within its tile, and u16 new XOR live."""
@@ -127,7 +127,7 @@ class ListMemory:
 
 
 class DeviceChanges:
-    """Change lists of one device; see :class:`gpusync.parts.LiveChanges`.
+    """Change lists of one device; see :class:`gpusync.host.parts.LiveChanges`.
 
     What commit needs is allocated and sent when this is made: in the pause there are three launches, whatever the
     number of lists, and one flag to read.

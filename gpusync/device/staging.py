@@ -13,8 +13,6 @@ from dataclasses import dataclass
 
 import torch
 
-from gpusync.blobmaps import BlobMap
-from gpusync.blobs import BlobFile, hash_blob, hold_digest, locate_blob
 from gpusync.device.chunks import Batch, Chunk, ChunkLayer
 from gpusync.device.layers import FoldedLayer, RawLayer
 from gpusync.device.readers import (
@@ -27,8 +25,10 @@ from gpusync.device.readers import (
 )
 from gpusync.device.ring import PinnedRing, Slot
 from gpusync.device.runtime import Stream
-from gpusync.digest import new_hasher
-from gpusync.fold import Fold, run_parallel
+from gpusync.folding.fold import Fold, run_parallel
+from gpusync.format.digest import new_hasher
+from gpusync.published.blobmaps import BlobMap
+from gpusync.published.blobs import BlobFile, hash_blob, hold_digest, locate_blob
 from gpusync.types import StageTimes
 
 __all__ = ["Feeder", "NeedsHost", "PinnedRing"]

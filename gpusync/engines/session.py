@@ -12,12 +12,12 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from gpusync.apply import Update, attach, live_version, prepare
-from gpusync.chain import open_chain
 from gpusync.config import Settings
 from gpusync.errors import DeviceError, GpuSyncError, PlacementError
-from gpusync.ranks import Limits, join
-from gpusync.relayout import Relayout
+from gpusync.live.apply import Update, attach, live_version, prepare
+from gpusync.placement.relayout import Relayout
+from gpusync.published.chain import open_chain
+from gpusync.ranks.group import Limits, join
 from gpusync.types import AttachReport, UpdateReport
 
 log = logging.getLogger(__name__)

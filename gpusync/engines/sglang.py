@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from gpusync.config import Settings
-from gpusync.disk import pull as pull_checkpoint
 from gpusync.engines import sglang_hooks
 from gpusync.engines.session import named_errors
 from gpusync.engines.sglang_follower import follower_of
 from gpusync.engines.sglang_requests import encode_message, merge_payload, parse_message
+from gpusync.local.pull import pull as pull_checkpoint
 
 __all__ = ["encode_message", "load", "pull", "receiver", "register"]
 

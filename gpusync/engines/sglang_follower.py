@@ -15,7 +15,7 @@ from gpusync.engines.session import Session
 from gpusync.engines.sglang_requests import Request
 from gpusync.engines.sglang_weights import check_derived, launch_path, why_not
 from gpusync.errors import ChainError, CheckpointError, DeviceError, PlacementError
-from gpusync.live import forget_state
+from gpusync.live.state import forget_state
 from gpusync.types import UpdateReport
 
 log = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from gpusync.engines.sglang_follower import Follower, follower_of
 from gpusync.engines.sglang_requests import Request, parse_path, takes
 from gpusync.engines.sglang_weights import option
 from gpusync.errors import GpuSyncError, ModelPoisonedError
-from gpusync.marker import read_marker
+from gpusync.folder.marker import read_marker
 from gpusync.outcome import advice_for
 
 log = logging.getLogger(__name__)

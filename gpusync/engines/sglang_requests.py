@@ -11,10 +11,10 @@ from typing import Any, Literal, cast, get_args
 import torch
 
 from gpusync.errors import DeviceError, FormatError, SourceNotReadyError
-from gpusync.index import parse_version_dir_name
-from gpusync.jsontext import parse_json_object
-from gpusync.layout import absolute_path
-from gpusync.marker import read_marker
+from gpusync.folder.layout import absolute_path
+from gpusync.folder.marker import read_marker
+from gpusync.format.index import parse_version_dir_name
+from gpusync.format.jsontext import parse_json_object
 
 LOAD_FORMAT = "gpusync"
 MESSAGE_NAME = "gpusync"

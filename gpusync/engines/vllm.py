@@ -21,7 +21,7 @@ from gpusync.engines.vllm_answers import answers_together
 from gpusync.engines.vllm_relayout import VllmRelayout
 from gpusync.engines.vllm_weights import check_derived, why_not
 from gpusync.errors import DeviceError
-from gpusync.relayout import Relayout
+from gpusync.placement.relayout import Relayout
 from gpusync.types import UpdateReport
 
 log = logging.getLogger(__name__)

@@ -26,7 +26,7 @@ _ELSEWHERE = ("MOONEP", "OOT", "TPU")
 
 
 class VllmRelayout:
-    """The relayout of a vLLM model; see :class:`gpusync.relayout.Relayout`."""
+    """The relayout of a vLLM model; see :class:`gpusync.placement.relayout.Relayout`."""
 
     def __init__(self, get_model: Callable[[], torch.nn.Module]) -> None:
         self._get_model = get_model

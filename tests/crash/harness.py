@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import gpusync
-from gpusync.swap import Step
+from gpusync.local.swap import Step
 from tests import wire
 from tests.driver import REPOSITORY, check_at
 

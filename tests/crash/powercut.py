@@ -20,9 +20,10 @@ from typing import Any, Literal
 
 import pytest
 
-from gpusync import advance, disk, swap
-from gpusync.marker import sealed
-from gpusync.swap import Step
+from gpusync.folder.marker import sealed
+from gpusync.local import advance, swap
+from gpusync.local import pull as disk
+from gpusync.local.swap import Step
 from tests.faults.layer import Real, System, SystemCall
 
 PAGE = 4096

@@ -8,7 +8,7 @@ import pytest
 
 from gpusync import fsio
 from gpusync.errors import SourceNotReadyError
-from gpusync.swap import Step
+from gpusync.local.swap import Step
 from tests.crash.harness import DELTA, FULL, SEED, Case, Scene, Scenes, Victim, copy_keeping_inodes
 from tests.driver import Trace
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import pytest
 
 from gpusync.errors import SourceNotReadyError
-from gpusync.swap import Step
+from gpusync.local.swap import Step
 from tests.crash.figures import counted
 from tests.crash.harness import DELTA, FULL, SEED, Case, Death, Scene, Scenes, Victim, files_of
 from tests.driver import Trace

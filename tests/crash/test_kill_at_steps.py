@@ -1,11 +1,11 @@
-"""kill -9 at each numbered step of a swap (gpusync/swap.py), for every kind of pull, staged and rolling."""
+"""kill -9 at each numbered step of a swap (gpusync/local/swap.py), for every kind of pull, staged and rolling."""
 
 from __future__ import annotations
 
 import pytest
 
 from gpusync.errors import SourceNotReadyError
-from gpusync.swap import Step
+from gpusync.local.swap import Step
 from tests.crash.harness import (
     BARE_FULL,
     DELTA,

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 import gpusync
-from gpusync.changes import RegionChanges
 from gpusync.errors import (
     CheckpointError,
     DeviceError,
@@ -19,6 +18,7 @@ from gpusync.errors import (
     OutOfScratchError,
     PlacementError,
 )
+from gpusync.host.changes import RegionChanges
 from tests import live, wire
 from tests.crash.harness import open_descriptors, state_files
 from tests.driver import Call, Trace, check_at, model_at, open_chain, pull, refused, update

@@ -16,7 +16,7 @@ import pytest
 
 import gpusync
 from gpusync.errors import SourceNotReadyError
-from gpusync.swap import Step
+from gpusync.local.swap import Step
 from tests import wire
 from tests.crash.figures import counted
 from tests.crash.harness import (

@@ -18,8 +18,8 @@ import pytest
 import gpusync
 from gpusync import fsio
 from gpusync.errors import GpuSyncError, SourceNotReadyError
-from gpusync.marker import read_marker, sealed, write_marker
-from gpusync.swap import Step
+from gpusync.folder.marker import read_marker, sealed, write_marker
+from gpusync.local.swap import Step
 from tests import wire
 from tests.crash.harness import (
     DELTA,

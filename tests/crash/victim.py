@@ -25,7 +25,9 @@ from pathlib import Path
 from typing import Any
 
 import gpusync
-from gpusync import advance, disk, fsio, swap
+from gpusync import fsio
+from gpusync.local import advance, swap
+from gpusync.local import pull as disk
 from tests import live
 
 STEP_USERS = (swap, advance, disk)

@@ -15,8 +15,8 @@ def warm() -> Iterator[Warm]:
     """Processes that have imported what a receiver has."""
     made = Warm(
         "gpusync",
-        "gpusync.disk",
-        "gpusync.apply",
+        "gpusync.local.pull",
+        "gpusync.live.apply",
         "gpusync.testing",
         "tests.live",
         "tests.crash.frugal",

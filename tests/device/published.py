@@ -8,9 +8,9 @@ from pathlib import Path
 
 import xxhash
 
-from gpusync.blobs import BlobSource
 from gpusync.config import Settings
-from gpusync.source import Source
+from gpusync.published.blobs import BlobSource
+from gpusync.published.source import Source
 from tests.support import INDEX, safetensors_bytes, version_dir
 
 

@@ -25,8 +25,6 @@ from unittest import mock
 import torch
 
 import gpusync
-from gpusync import devices
-from gpusync.changes import ListBudget
 from gpusync.device.chunks import Capacities
 from gpusync.device.nvcomp import Nvcomp
 from gpusync.device.pipeline import Pipeline
@@ -36,7 +34,9 @@ from gpusync.device.segments import ListMemory
 from gpusync.device.staging import Feeder, PinnedRing
 from gpusync.device.warmup import warm_up
 from gpusync.errors import KernelError, PlacementError
-from gpusync.fold import Fold
+from gpusync.folding.fold import Fold
+from gpusync.host.changes import ListBudget
+from gpusync.live import devices
 from gpusync.testing import EmulatedEvent, EmulatedRuntime, EmulatedStream, Order
 from tests import live, wire
 from tests.unit.strategies import compress, seekable

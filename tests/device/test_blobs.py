@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from gpusync.blobmaps import MAX_FRAME_NBYTES, BlobMap, read_blob_map
-from gpusync.blobs import locate_blob
 from gpusync.errors import FrameFormatError, SourceNotReadyError, VersionConflictError
-from gpusync.files import OpenFiles
-from gpusync.frames import Where, walk_frames
+from gpusync.folder.files import OpenFiles
+from gpusync.format.frames import Where, walk_frames
+from gpusync.published.blobmaps import MAX_FRAME_NBYTES, BlobMap, read_blob_map
+from gpusync.published.blobs import locate_blob
 from tests.device.published import digests_of, open_blobs, write_delta
 from tests.unit.strategies import (
     MAGIC,

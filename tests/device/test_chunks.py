@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpusync.blobmaps import BlobMap
 from gpusync.device.batches import plan_batches
 from gpusync.device.capacities import SLOTS, capacities_for, scratch_of
 from gpusync.device.chunks import ALIGNMENT, GUARD_NBYTES, Batch, Capacities, Chunk, ChunkLayer
@@ -27,6 +26,7 @@ from gpusync.device.layers import (
     RegionMap,
 )
 from gpusync.errors import OutOfScratchError
+from gpusync.published.blobmaps import BlobMap
 from tests.unit.strategies import fixed
 
 KIB, MIB = 1 << 10, 1 << 20

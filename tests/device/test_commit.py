@@ -13,8 +13,6 @@ import torch
 from torch import nn
 
 import gpusync
-from gpusync import devices
-from gpusync import update as update_module
 from gpusync.errors import (
     DecodeError,
     DeviceError,
@@ -23,7 +21,9 @@ from gpusync.errors import (
     ModelPoisonedError,
     PlacementError,
 )
-from gpusync.parts import LiveChanges, PreparedPart, commit_parts
+from gpusync.host.parts import LiveChanges, PreparedPart, commit_parts
+from gpusync.live import devices
+from gpusync.live import update as update_module
 from gpusync.testing import Order
 from tests import live, wire
 from tests.device.updates import (

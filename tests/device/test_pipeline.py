@@ -16,9 +16,6 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpusync.blobmaps import BlobMap, read_blob_map
-from gpusync.blobs import BlobFile, BlobSource
-from gpusync.changes import ListBudget
 from gpusync.device.batches import plan_batches
 from gpusync.device.chunks import Capacities
 from gpusync.device.cuda_runtime import cuda_runtime
@@ -37,7 +34,10 @@ from gpusync.device.runtime import Runtime
 from gpusync.device.scratch import Scratch
 from gpusync.device.segments import DeviceChanges, ListMemory
 from gpusync.device.staging import Feeder, PinnedRing
-from gpusync.fold import Fold
+from gpusync.folding.fold import Fold
+from gpusync.host.changes import ListBudget
+from gpusync.published.blobmaps import BlobMap, read_blob_map
+from gpusync.published.blobs import BlobFile, BlobSource
 from gpusync.testing import EmulatedRuntime
 from tests import live, wire
 from tests.device.published import open_blobs, write_delta

@@ -14,7 +14,7 @@ from gpusync.device.nvcomp import Nvcomp
 from gpusync.device.runtime import Runtime
 from gpusync.device.selftest import check_nvcomp, nvcomp_is_trusted
 from gpusync.errors import ModelPoisonedError, OutOfScratchError
-from gpusync.frames import Where, walk_frames
+from gpusync.format.frames import Where, walk_frames
 from gpusync.testing import EmulatedRuntime, Order
 from tests.device.nvcomp_faults import Fault, faulty, own_stand_in
 

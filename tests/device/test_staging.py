@@ -14,8 +14,6 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpusync.blobmaps import BlobMap, read_blob_map
-from gpusync.blobs import BlobSource, locate_blob
 from gpusync.device.batches import plan_batches
 from gpusync.device.chunks import Batch, Capacities
 from gpusync.device.layers import (
@@ -31,7 +29,9 @@ from gpusync.device.readers import gather
 from gpusync.device.runtime import Event, Runtime, Wait
 from gpusync.device.staging import Feeder, NeedsHost, PinnedRing
 from gpusync.errors import FrameFormatError, GpuSyncError, VersionConflictError
-from gpusync.fold import Fold
+from gpusync.folding.fold import Fold
+from gpusync.published.blobmaps import BlobMap, read_blob_map
+from gpusync.published.blobs import BlobSource, locate_blob
 from gpusync.testing import EmulatedRuntime, Order
 from tests.device.published import digests_of, open_blobs, write_delta
 from tests.device.support import download

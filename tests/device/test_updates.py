@@ -20,7 +20,7 @@ from torch import nn
 
 import gpusync
 from gpusync.errors import DigestMismatchError
-from gpusync.tensors import DTYPE_NAMES
+from gpusync.placement.tensors import DTYPE_NAMES
 from gpusync.testing import emulated_runtime
 from tests import live, wire
 from tests.support import DTYPE_BYTES

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 import gpusync
-from gpusync import devices
 from gpusync.device.cuda_runtime import CudaRuntime
 from gpusync.device.cuda_streams import CudaEvent, CudaStream
 from gpusync.device.warmup import warm_up
+from gpusync.live import devices
 from gpusync.testing import EmulatedEvent, EmulatedRuntime, EmulatedStream
 from tests import live, wire
 from tests.unit.strategies import seekable

@@ -45,6 +45,8 @@ def stream(fast_path: Path) -> Iterator[wire.Stream]:  # noqa: F811
 @pytest.fixture(scope="session")
 def warm() -> Iterator[Warm]:
     """Processes that have imported what an engine has."""
-    made = Warm("gpusync", "gpusync.apply", "gpusync.testing", "tests.live", "tests.crash.harness")
+    made = Warm(
+        "gpusync", "gpusync.live.apply", "gpusync.testing", "tests.live", "tests.crash.harness"
+    )
     yield made
     made.close()

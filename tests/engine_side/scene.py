@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 import gpusync
-from gpusync.lock import FolderLock
+from gpusync.folder.lock import FolderLock
 from tests import live, wire
 from tests.crash.figures import counted
 from tests.crash.harness import OURS_AT_REST, open_descriptors, state_files

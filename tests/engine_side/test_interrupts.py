@@ -12,7 +12,7 @@ from torch import nn
 
 import gpusync
 from gpusync.errors import CheckpointError, GpuSyncError, ModelPoisonedError
-from gpusync.lock import FolderLock
+from gpusync.folder.lock import FolderLock
 from tests import live, wire
 from tests.driver import check_at, model_at, open_chain
 from tests.engine_side.scene import (

@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 import gpusync
-from gpusync import parts, writeback
-from gpusync import update as update_module
 from gpusync.errors import DeviceError, DigestMismatchError, GpuSyncError, PlacementError
+from gpusync.host import parts
+from gpusync.live import update as update_module
+from gpusync.local import writeback
 from tests import live, wire
 from tests.crash.harness import open_descriptors, state_files
 from tests.driver import check_at, model_at, open_chain

@@ -21,7 +21,7 @@ import json, os, signal, sys, threading
 from pathlib import Path
 import gpusync
 from gpusync import fsio
-from gpusync.changes import RegionChanges
+from gpusync.host.changes import RegionChanges
 from tests import live
 
 local, base, source, device, stage, how, where = sys.argv[1:]

@@ -24,13 +24,13 @@ from torch import distributed, nn
 
 import gpusync
 from gpusync import fsio
-from gpusync import live as states
-from gpusync.changes import RegionChanges
-from gpusync.channel import Channel
-from gpusync.devices import PathRunner
 from gpusync.errors import DigestMismatchError, GpuSyncError, PlacementError
-from gpusync.ranks import Voters
-from gpusync.rounds import Round
+from gpusync.host.changes import RegionChanges
+from gpusync.live import state as states
+from gpusync.live.devices import PathRunner
+from gpusync.ranks.channel import Channel
+from gpusync.ranks.group import Voters
+from gpusync.ranks.rounds import Round
 from tests import live, wire
 
 DIED = 17
@@ -288,7 +288,7 @@ def _dies_in_prepare(patch: pytest.MonkeyPatch) -> None:
 
 
 def _dies_after_vote(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("gpusync.update.commit_parts", _dies)
+    patch.setattr("gpusync.live.update.commit_parts", _dies)
 
 
 def _fails_to_store(patch: pytest.MonkeyPatch) -> None:
@@ -307,7 +307,7 @@ def _fails_to_store(patch: pytest.MonkeyPatch) -> None:
 
 def _refuses_to_store(patch: pytest.MonkeyPatch) -> None:
     error = PlacementError("the weights changed", tensor="a.weight")
-    patch.setattr("gpusync.update.commit_parts", _raises(error))
+    patch.setattr("gpusync.live.update.commit_parts", _raises(error))
 
 
 def _cannot_take_back(patch: pytest.MonkeyPatch) -> None:
@@ -354,7 +354,7 @@ def _late_for_the_sums(patch: pytest.MonkeyPatch) -> None:
 
 
 def _dies_finding_the_others(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("gpusync.ranks.Channel", _dies)
+    patch.setattr("gpusync.ranks.group.Channel", _dies)
 
 
 def _dies_adding(patch: pytest.MonkeyPatch) -> None:
@@ -373,7 +373,9 @@ def _dies_adding(patch: pytest.MonkeyPatch) -> None:
 def _fails_adding(patch: pytest.MonkeyPatch) -> None:
     """Reading its shares, and nothing else."""
     failing = _raises(OSError(5, "Input/output error"))
-    patch.setattr("gpusync.sharefile.fsio", SimpleNamespace(**vars(fsio) | {"pread_into": failing}))
+    patch.setattr(
+        "gpusync.ranks.sharefile.fsio", SimpleNamespace(**vars(fsio) | {"pread_into": failing})
+    )
 
 
 FAULTS: Mapping[str, Callable[[pytest.MonkeyPatch], None]] = {

@@ -278,8 +278,8 @@ def break_one(rank: int, fault: str) -> None:
     """Let the next update fail in one rank, on its way."""
     from sglang.srt.runtime_context import get_parallel
 
-    from gpusync import apply
     from gpusync.engines import session
+    from gpusync.live import apply
 
     if get_parallel().tp_rank != rank:
         return
@@ -304,7 +304,7 @@ def equals(folder: str) -> bool:
 
 def poison(request: str) -> str:
     """Let the model be in an unknown state, ask for an update, and return the class of the error that gets out."""
-    from gpusync.live import known_state
+    from gpusync.live.state import known_state
 
     (engine,) = _engine
     state = known_state(engine.runner.model)

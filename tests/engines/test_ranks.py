@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from gpusync.ballots import Ballot, judge_ballots
 from gpusync.errors import DeviceError
-from gpusync.ranks import Limits, join
-from gpusync.rounds import Process
+from gpusync.ranks.ballots import Ballot, judge_ballots
+from gpusync.ranks.group import Limits, join
+from gpusync.ranks.rounds import Process
 from tests import live, wire
 from tests.engines.ranks import Folders, Seen, Step, run, state_of
 

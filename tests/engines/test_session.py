@@ -16,10 +16,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 import gpusync
-from gpusync.changes import RegionChanges
 from gpusync.engines.session import Session, named_errors, to_plain
 from gpusync.engines.vllm import WeightTransferBackend, WorkerExtension
 from gpusync.engines.vllm_weights import check_derived, why_not
+from gpusync.host.changes import RegionChanges
 
 
 class Fused(nn.Module):

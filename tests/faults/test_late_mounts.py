@@ -30,7 +30,8 @@ class Clock:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
         patch.setattr(
-            "gpusync.chain.time", SimpleNamespace(monotonic=lambda: self.now, sleep=self._sleep)
+            "gpusync.published.chain.time",
+            SimpleNamespace(monotonic=lambda: self.now, sleep=self._sleep),
         )
 
     def _sleep(self, seconds: float) -> None:

@@ -13,9 +13,9 @@ import pytest
 
 import gpusync
 from gpusync import Publisher
-from gpusync.doctor import diagnose
+from gpusync.cli.doctor import diagnose
 from gpusync.errors import CheckpointError, CheckpointIOError, LockTimeoutError
-from gpusync.lock import FolderLock, lock_problem
+from gpusync.folder.lock import FolderLock, lock_problem
 from tests import live
 from tests.crash.harness import DELTA, Scenes
 from tests.driver import model_at, open_chain, refused

@@ -24,8 +24,9 @@ from random import Random
 import atheris
 
 with atheris.instrument_imports(include=["gpusync"]):
-    from gpusync import digest, encodings, frames, header, index, jsontext, marker
     from gpusync.errors import FrameFormatError, GpuSyncError
+    from gpusync.folder import marker
+    from gpusync.format import digest, encodings, frames, header, index, jsontext
 
 import numpy as np
 import safetensors

@@ -16,8 +16,10 @@ import numpy as np
 import pytest
 
 import gpusync
-from gpusync import advance, disk, marker, swap
-from gpusync.marker import sealed
+from gpusync.folder import marker
+from gpusync.folder.marker import sealed
+from gpusync.local import advance, swap
+from gpusync.local import pull as disk
 from tests import wire
 
 LAYOUT = (

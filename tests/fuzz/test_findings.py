@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 import gpusync
-from gpusync import swap
 from gpusync.errors import FormatError, HeaderFormatError, IndexFormatError, SourceNotReadyError
-from gpusync.header import parse_header
-from gpusync.index import MAX_RUN_ID_CHARS, parse_index, parse_manifest
-from gpusync.publish import publish_checkpoint
+from gpusync.format.header import parse_header
+from gpusync.format.index import MAX_RUN_ID_CHARS, parse_index, parse_manifest
+from gpusync.local import swap
+from gpusync.publisher.publish import publish_checkpoint
 from tests import driver, wire
 from tests.fuzz.scenes import Scene, local_scene
 from tests.unit.strategies import header

@@ -84,8 +84,8 @@ def test_readme_python_blocks_run(
 
 
 def test_format_python_blocks_are_what_the_code_computes(read: Any) -> None:
-    from gpusync.digest import fingerprint
-    from gpusync.marker import Marker
+    from gpusync.folder.marker import Marker
+    from gpusync.format.digest import fingerprint
 
     names: dict[str, Any] = {}
     for block in blocks(read("docs/FORMAT.md"), "python"):
@@ -114,7 +114,7 @@ def test_shell_lines_name_commands_options_and_targets_that_exist(
 ) -> None:
     import typer
 
-    from gpusync.cli import app
+    from gpusync.cli.commands import app
 
     command = typer.main.get_command(app)
     targets = re.findall(r"^([\w-]+):", (repository / "Makefile").read_text(), re.MULTILINE)
@@ -136,7 +136,7 @@ def test_the_curl_example_is_a_request_that_the_server_takes(read: Any) -> None:
     (curl,) = [line for line in shell_lines(read("README.md")) if line[:1] == ["curl"]]
     asked = server.parse_pull_request(curl[curl.index("-d") + 1].encode(), ())
     assert asked.target_version == 7
-    from gpusync import cli
+    from gpusync.cli import commands as cli
 
     port = inspect.signature(cli.serve).parameters["port"].default
     assert curl[1] == f"http://127.0.0.1:{port}/pull_weights"
@@ -172,7 +172,7 @@ def test_error_table_names_every_class_and_its_exit_status(read: Any) -> None:
 
 
 def test_exit_status_table_is_complete(read: Any) -> None:
-    from gpusync.cli import USAGE_EXIT_CODE
+    from gpusync.cli.commands import USAGE_EXIT_CODE
     from gpusync.outcome import STOPPED_EXIT_CODE
 
     rows = table(read("README.md"), "warmup --device cpu\n```")
@@ -182,7 +182,7 @@ def test_exit_status_table_is_complete(read: Any) -> None:
 
 
 def test_swap_table_equals_the_steps(read: Any) -> None:
-    from gpusync.swap import Step
+    from gpusync.local.swap import Step
 
     rows = table(read("docs/ARCHITECTURE.md"), "## 4. The swap\n")
     assert [(int(row[0]), row[1]) for row in rows] == [(step.value, step.name) for step in Step]
@@ -237,7 +237,7 @@ def test_reliability_names_tests_that_exist(read: Any, repository: Path) -> None
 
 def test_metrics_table_equals_the_metrics(read: Any) -> None:
     pytest.importorskip("prometheus_client", reason="the extra gpusync[server] is absent")
-    from gpusync.metrics import Metrics
+    from gpusync.server.metrics import Metrics
 
     shown = re.findall(r"^# TYPE (\S+) (\w+)$", Metrics().render().decode(), re.MULTILINE)
     expected = {name: kind for name, kind in shown if not name.endswith("_created")}
@@ -246,9 +246,9 @@ def test_metrics_table_equals_the_metrics(read: Any) -> None:
 
 
 def test_format_tables_list_the_fields_that_the_code_writes(read: Any) -> None:
-    from gpusync.index import build_manifest
-    from gpusync.marker import Marker
-    from gpusync.swap import Journal
+    from gpusync.folder.marker import Marker
+    from gpusync.format.index import build_manifest
+    from gpusync.local.swap import Journal
     from gpusync.types import Manifest, ManifestEntry
 
     text = read("docs/FORMAT.md")
@@ -266,7 +266,7 @@ def test_format_tables_list_the_fields_that_the_code_writes(read: Any) -> None:
 
 
 def test_format_tables_list_the_names_that_the_code_takes(read: Any) -> None:
-    from gpusync.header import DTYPE_BITS
+    from gpusync.format.header import DTYPE_BITS
     from gpusync.types import ALGORITHMS, ENCODINGS
 
     text = read("docs/FORMAT.md")
@@ -283,7 +283,7 @@ def test_format_tables_list_the_names_that_the_code_takes(read: Any) -> None:
 
 
 def test_bounds_in_the_format_are_the_codes(read: Any) -> None:
-    from gpusync import encode, framewalk, jsontext
+    from gpusync.format import encode, framewalk, jsontext
 
     text = " ".join(read("docs/FORMAT.md").split())
     assert f"a window over {framewalk.MAX_WINDOW >> 20} MiB" in text

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import distributed
 
-from gpusync.channel import Channel, Members
+from gpusync.ranks.channel import Channel, Members
 
 pytestmark = pytest.mark.skipif(
     not distributed.is_gloo_available(), reason="this torch has no gloo"

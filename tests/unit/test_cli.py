@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from gpusync import cli, console
+from gpusync.cli import commands as cli
+from gpusync.cli import console
 from gpusync.errors import (
     CheckpointError,
     DeviceError,

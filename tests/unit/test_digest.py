@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import xxhash
 
-import gpusync.digest
-from gpusync.digest import digest_of, fingerprint, new_hasher, parse_digest
+import gpusync.format.digest
 from gpusync.errors import HeaderFormatError, MissingDependencyError
+from gpusync.format.digest import digest_of, fingerprint, new_hasher, parse_digest
 from gpusync.types import ALGORITHMS, Digest
 from tests.unit.strategies import SIZES
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import gpusync
-from gpusync.doctor import diagnose, installed_version, look_at_folder, parse_file_system
+from gpusync.cli.doctor import diagnose, installed_version, look_at_folder, parse_file_system
 
 MOUNTS = """\
 22 1 8:1 / / rw,relatime - ext4 /dev/sda1 rw

@@ -12,7 +12,8 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpusync.encode import (
+from gpusync.errors import ChainError
+from gpusync.format.encode import (
     build_seek_table,
     build_sparse_payload,
     check_overwrite_nbytes,
@@ -24,7 +25,6 @@ from gpusync.encode import (
     encode_xor_sparse,
     find_changes,
 )
-from gpusync.errors import ChainError
 from tests.support import apply_payload, decode_blob
 
 FRAME = 64 << 10

@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import gpusync.encodings
+import gpusync.format.encodings
 from gpusync import fsio
-from gpusync.encodings import SPARSE_MEMORY_BYTES, Layer, open_layer
 from gpusync.errors import FrameFormatError, OutOfScratchError, SourceNotReadyError
-from gpusync.frames import MAX_WINDOW, Where, WindowTooLargeError
+from gpusync.format.encodings import SPARSE_MEMORY_BYTES, Layer, open_layer
+from gpusync.format.frames import MAX_WINDOW, Where, WindowTooLargeError
 from gpusync.types import ENCODINGS, Encoding
 from tests.unit.strategies import (
     RLE,
@@ -450,12 +450,12 @@ def test_any_step_of_any_encoding_in_any_pieces(
         return np.array(shuffled, np.int64)
 
     payload = payload_of(encoding, old, new, order if encoding == "overwrite" else None)
-    cap = gpusync.encodings.SPARSE_MEMORY_BYTES
-    gpusync.encodings.SPARSE_MEMORY_BYTES = 64 if small_spill else cap
+    cap = gpusync.format.encodings.SPARSE_MEMORY_BYTES
+    gpusync.format.encodings.SPARSE_MEMORY_BYTES = 64 if small_spill else cap
     try:
         assert run(encoding, compress(payload), old, piece=piece) == new
     finally:
-        gpusync.encodings.SPARSE_MEMORY_BYTES = cap
+        gpusync.format.encodings.SPARSE_MEMORY_BYTES = cap
 
 
 def interpret(encoding: Encoding, payload: bytes, old: bytes) -> bytes | None:

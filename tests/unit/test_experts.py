@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from gpusync.errors import PlacementError
-from gpusync.experts import match_slices
-from gpusync.placement import live_tensors
-from gpusync.places import Places
+from gpusync.placement.experts import match_slices
+from gpusync.placement.places import Places
+from gpusync.placement.regions import live_tensors
 from gpusync.types import TensorEntry
 
 HIDDEN, INNER, EXPERTS = 16, 24, 4

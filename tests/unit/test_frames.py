@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpusync.errors import FrameFormatError, GpuSyncError, SourceNotReadyError
-from gpusync.frames import (
+from gpusync.format.frames import (
     MAX_WINDOW,
     BlobReader,
     FrameWalker,
@@ -499,7 +499,7 @@ def test_bomb_of_a_million_empty_parts_is_refused_early(bomb: str, nbytes: int) 
 RESIDENT = r"""
 import resource
 from gpusync.errors import FrameFormatError
-from gpusync.frames import BlobReader, Where
+from gpusync.format.frames import BlobReader, Where
 from tests.unit.strategies import RLE, block, compress, frame, reads
 
 zeros = block(b"\0", kind=RLE, nbytes=1 << 17, last=False) * 20_000

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpusync.errors import GpuSyncError, HeaderFormatError, SourceNotReadyError
-from gpusync.header import (
+from gpusync.format.header import (
     DTYPE_BITS,
     build_header,
     parse_header,

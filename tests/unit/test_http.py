@@ -19,8 +19,10 @@ from hypothesis import strategies as st
 httpx = pytest.importorskip("httpx", reason="httpx is not installed (extra dev)")
 pytest.importorskip("uvicorn", reason="uvicorn is not installed (extra server)")
 
-from gpusync import connections, errors, server  # noqa: E402
-from gpusync.metrics import CONTENT_TYPE  # noqa: E402
+from gpusync import errors
+from gpusync.server import app as server
+from gpusync.server import connections  # noqa: E402
+from gpusync.server.metrics import CONTENT_TYPE  # noqa: E402
 from tests import wire  # noqa: E402
 from tests.unit.strategies import fixed  # noqa: E402
 from tests.unit.test_server import body, served, serving  # noqa: E402

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpusync.errors import FormatError, IndexFormatError, SourceNotReadyError
-from gpusync.index import (
+from gpusync.format.index import (
     build_manifest,
     parse_index,
     parse_json_object,

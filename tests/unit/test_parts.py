@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from gpusync.changes import ListBudget
 from gpusync.errors import ModelPoisonedError, PlacementError
-from gpusync.host import HostChanges
-from gpusync.parts import commit_parts
-from gpusync.sinks import ChangeList, LiveSink
+from gpusync.host.applier import HostChanges
+from gpusync.host.changes import ListBudget
+from gpusync.host.parts import commit_parts
+from gpusync.host.sinks import ChangeList, LiveSink
 
 Bytes = NDArray[np.uint8]
 

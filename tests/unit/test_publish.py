@@ -20,7 +20,6 @@ import zstandard
 
 from gpusync import Publisher, fsio
 from gpusync.config import Settings
-from gpusync.diff import DeltaOptions
 from gpusync.errors import (
     BaseMismatchError,
     ChainError,
@@ -28,10 +27,11 @@ from gpusync.errors import (
     CheckpointIOError,
     VersionConflictError,
 )
-from gpusync.index import MANIFEST_NAME, parse_manifest
-from gpusync.publication import publish_lock
-from gpusync.publish import PublishReport, publish_checkpoint
-from gpusync.source import Source
+from gpusync.format.index import MANIFEST_NAME, parse_manifest
+from gpusync.published.source import Source
+from gpusync.publisher.diff import DeltaOptions
+from gpusync.publisher.publication import publish_lock
+from gpusync.publisher.publish import PublishReport, publish_checkpoint
 from gpusync.types import Progress
 from tests.support import (
     INDEX,
@@ -207,7 +207,7 @@ def test_minus_zero_and_nan_payloads_are_changes(tmp_path: Path) -> None:
 def test_large_deltas_are_split_into_shards(
     tmp_path: Path, base_dir: Path, states: list[Tensors], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gpusync.version_writer.SHARD_NBYTES", 300)
+    monkeypatch.setattr("gpusync.publisher.version_writer.SHARD_NBYTES", 300)
     publish_steps(tmp_path / "s", base_dir, [states[1]])
     index, _, _ = read_version(tmp_path / "s", 1)
     files = sorted(set(index["weight_map"].values()))
@@ -871,7 +871,7 @@ def test_from_tensors_one_new_tensor_is_in_memory_and_no_old_one(
     tmp_path: Path, big_folders: tuple[Path, Path], owned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where each tensor has to be copied (``owned``: as from a GPU), those in flight stay within their cap too."""
-    monkeypatch.setattr("gpusync.diff.IN_FLIGHT_NBYTES", BIG // 2)
+    monkeypatch.setattr("gpusync.publisher.diff.IN_FLIGHT_NBYTES", BIG // 2)
 
     def gather() -> Iterator[tuple[str, np.ndarray]]:
         for number in range(PARTS):

@@ -191,7 +191,7 @@ def test_live_bytes_that_change_between_prepare_and_commit_are_noticed(
 def test_a_store_that_fails_is_taken_back_in_all_modules(
     stream: wire.Stream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from gpusync.changes import RegionChanges
+    from gpusync.host.changes import RegionChanges
 
     model, relayout, _ = attached(stream)
     stream.delta(names())
@@ -392,7 +392,7 @@ def test_a_poisoned_model_stays_poisoned(
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("gpusync.update.commit_parts", interrupted)
+    monkeypatch.setattr("gpusync.live.update.commit_parts", interrupted)
     with pytest.raises(KeyboardInterrupt):
         update.commit()
     monkeypatch.undo()

@@ -19,9 +19,7 @@ import torch
 from torch import nn
 
 import gpusync
-from gpusync import advance, attaching, fold, fsio
-from gpusync import update as update_module
-from gpusync.checkpoint import FolderPaths
+from gpusync import fsio
 from gpusync.errors import (
     CheckpointError,
     CheckpointIOError,
@@ -30,11 +28,16 @@ from gpusync.errors import (
     SourceNotReadyError,
     VersionConflictError,
 )
-from gpusync.files import FileChangedError, OpenFiles
-from gpusync.lock import FolderLock
-from gpusync.marker import Marker, parse_marker, sealed
-from gpusync.placement import place_by_name
-from gpusync.swap import Journal, read_journal, recover
+from gpusync.folder.files import FileChangedError, OpenFiles
+from gpusync.folder.lock import FolderLock
+from gpusync.folder.marker import Marker, parse_marker, sealed
+from gpusync.folding import fold
+from gpusync.live import attaching
+from gpusync.live import update as update_module
+from gpusync.local import advance
+from gpusync.local.checkpoint import FolderPaths
+from gpusync.local.swap import Journal, read_journal, recover
+from gpusync.placement.regions import place_by_name
 from tests import live, wire
 from tests.driver import check_at, model_at, open_chain, pull
 
@@ -176,7 +179,7 @@ def test_a_journal_that_cannot_be_read_is_not_thrown_away(
 
 FORKED_WHILE_LOCKED = """
 import os, pathlib, sys, time
-from gpusync.lock import FolderLock
+from gpusync.folder.lock import FolderLock
 folder = pathlib.Path(sys.argv[1])
 with FolderLock(folder, 0.0):
     pid = os.fork()

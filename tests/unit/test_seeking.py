@@ -12,10 +12,10 @@ import torch
 from numpy.typing import NDArray
 
 import gpusync
-from gpusync.blobmaps import BlobMap, read_blob_map
-from gpusync.blobs import BlobFile, BlobSource
 from gpusync.errors import FrameFormatError
-from gpusync.fold import Fold
+from gpusync.folding.fold import Fold
+from gpusync.published.blobmaps import BlobMap, read_blob_map
+from gpusync.published.blobs import BlobFile, BlobSource
 from tests import wire
 
 PIECE, FRAME = 1 << 17, 1 << 16

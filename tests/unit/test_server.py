@@ -21,8 +21,8 @@ import pytest
 httpx = pytest.importorskip("httpx", reason="httpx is not installed (extra dev)")
 uvicorn = pytest.importorskip("uvicorn", reason="uvicorn is not installed (extra server)")
 
-from gpusync import server  # noqa: E402
 from gpusync.outcome import StopFlag  # noqa: E402
+from gpusync.server import app as server  # noqa: E402
 from tests import driver, wire  # noqa: E402
 
 TOKEN = "a secret, with ü in it"

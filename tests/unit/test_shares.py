@@ -15,17 +15,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from gpusync.errors import DigestMismatchError, GpuSyncError, OutOfScratchError
-from gpusync.sharefile import ShareFile
-from gpusync.shares import (
-    Agreement,
-    Extent,
-    Offer,
-    agree,
-    pack_offers,
-    unpack_offers,
-    why_not_added,
-)
-from gpusync.sums import (
+from gpusync.format.sums import (
     Fragments,
     SummedDigest,
     Sums,
@@ -34,7 +24,17 @@ from gpusync.sums import (
     tail_begin,
     whole_blocks,
 )
-from gpusync.tally import Tally, plan_swaps
+from gpusync.ranks.sharefile import ShareFile
+from gpusync.ranks.shares import (
+    Agreement,
+    Extent,
+    Offer,
+    agree,
+    pack_offers,
+    unpack_offers,
+    why_not_added,
+)
+from gpusync.ranks.tally import Tally, plan_swaps
 
 Bytes = NDArray[np.uint8]
 SIZES = (
@@ -119,7 +119,7 @@ class Wire:
 
 @dataclass
 class Line:
-    """One rank's end of a wire, as :class:`gpusync.channel.Channel`."""
+    """One rank's end of a wire, as :class:`gpusync.ranks.channel.Channel`."""
 
     wire: Wire
     rank: int

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpusync.trace import Copy, trace_load
+from gpusync.placement.trace import Copy, trace_load
 from gpusync.types import TensorEntry
 from tests.tracing import (
     BF16,

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpusync.trace.geometry import (
+from gpusync.placement.trace.geometry import (
     Walk,
     Write,
     boxes_meet,

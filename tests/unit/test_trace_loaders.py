@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpusync.trace import Copy, trace_load
+from gpusync.placement.trace import Copy, trace_load
 from tests.tracing import (
     BF16,
     Awkward,

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import nn
 
-from gpusync.trace import trace_load
+from gpusync.placement.trace import trace_load
 from tests.tracing import (
     BF16,
     Awkward,

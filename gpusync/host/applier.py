@@ -1,0 +1,176 @@
+"""The CPU applier: tensors whose live bytes are host memory.
+
+Every part of a change list is checked against live memory just before it is stored. Checking everything first and
+storing afterwards would fetch each cache line from memory twice, and the pause is nothing but those fetches. So a
+sample of every region is looked at before the first store, each part is checked in full right before its own, and a
+part that does not fit has everything stored so far taken back from the words that were gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gpusync.errors import DeviceError, ModelPoisonedError, PlacementError
+from gpusync.folding.fold import Fold, run_parallel
+from gpusync.host.changes import ListBudget, RegionChanges
+from gpusync.host.parts import LiveWork, PreparedPart
+from gpusync.host.sinks import ChangeList, LiveSink, SliceSink
+from gpusync.local.materialize import TensorPlan, mismatch
+from gpusync.timing import Meter, StageClock
+from gpusync.types import Algorithm, Digest
+
+_RUNS_PER_WORKER = 4
+
+_Run = list[tuple[int, range]]
+"""Work for one thread: numbers of regions, and parts of each."""
+
+
+def prepare_host(work: LiveWork, fold: Fold, budget: ListBudget, meter: Meter) -> PreparedPart:
+    """Fold every tensor, digest the result against what was published, and build its change list.
+
+    Live memory is read, never written.
+
+    Raises
+    ------
+    DigestMismatchError
+        A result is not the published tensor.
+    OutOfScratchError
+        The lists exceed their cap.
+    """
+
+    def one(tensor: TensorPlan) -> tuple[str, Digest | None, list[RegionChanges]]:
+        if tensor.name in work.slices:
+            return tensor.name, None, _list_slices(tensor, work, fold, budget, meter)
+        names = work.names_beside(tensor.name)
+        live = work.regions[tensor.name].array
+        algorithms: set[Algorithm] = {"xxh3-128"} if len(names) > 1 else set()
+        if tensor.expected is not None:
+            algorithms.add(tensor.expected.algorithm)
+        changes = ChangeList(tensor.name, live, budget) if tensor.name == names[0] else None
+        alone = tensor.origin_is_live and all(blob.is_xor for blob in tensor.blobs)
+        sink = LiveSink(live, algorithms, changes, holds_delta=alone)
+        origin = None if alone else tensor.origin
+        fold.run(tensor.nbytes, origin, tensor.blobs, sink, (), meter.add)
+        digests = sink.digests()
+        if tensor.expected is not None and digests[tensor.expected.algorithm] != tensor.expected:
+            raise mismatch(tensor, digests[tensor.expected.algorithm])
+        return tensor.name, digests.get("xxh3-128"), sink.finish()
+
+    changes: list[RegionChanges] = []
+    ours: dict[str, Digest] = {}
+    clock = StageClock()
+    with clock.stage("decode", work.nbytes):
+        for name, digest, made in run_parallel(one, work.tensors, fold.workers):
+            if digest is not None:
+                ours[name] = digest
+            changes.extend(made)
+    return PreparedPart(
+        "cpu",
+        HostChanges(changes, fold.workers),
+        ours,
+        {"cpu": len(work.tensors)},
+        {"cpu": "these parameters are on the CPU"},
+        clock.times(),
+    )
+
+
+def _list_slices(
+    tensor: TensorPlan, work: LiveWork, fold: Fold, budget: ListBudget, meter: Meter
+) -> list[RegionChanges]:
+    """Fold a tensor of which the model holds slices, and list what changes in those.
+
+    The whole is held against the published digest here, unless the ranks do that together.
+    """
+    shares = work.share_writers(tensor.name)
+    algorithms = (tensor.expected.algorithm,) if tensor.expected is not None and not shares else ()
+    sink = SliceSink(tensor.name, work.slices[tensor.name], budget, shares)
+    wanted = sink.wants if shares else None
+    digests = fold.run(
+        tensor.nbytes, tensor.origin, tensor.blobs, sink, algorithms, meter.add, wanted
+    )
+    if algorithms and digests[algorithms[0]] != tensor.expected:
+        raise mismatch(tensor, digests[algorithms[0]])
+    return sink.finish()
+
+
+class HostChanges:
+    """Change lists over host memory; see :class:`gpusync.host.parts.LiveChanges`."""
+
+    def __init__(self, changes: Sequence[RegionChanges], workers: int) -> None:
+        self._changes = changes
+        self._workers = workers
+        self._begun = [bytearray(len(region.seen)) for region in changes]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(region.nbytes for region in self._changes)
+
+    @property
+    def changed_bytes(self) -> int:
+        return sum(region.value.nbytes for region in self._changes)
+
+    def await_engine(self) -> None:
+        pass
+
+    def check(self) -> None:
+        for region in self._changes:
+            if not region.sample_is_unchanged():
+                raise _changed(region)
+
+    def store(self) -> None:
+        def run(run: _Run) -> None:
+            for number, parts in run:
+                region = self._changes[number]
+                for part in parts:
+                    places = region.places(part)
+                    if not region.gather(part, places):
+                        raise _changed(region)
+                    self._begun[number][part] = 1
+                    region.store(part, places)
+
+        try:
+            run_parallel(run, self._runs(), self._workers)
+        except BaseException as err:
+            self._take_back(err)
+            if isinstance(err, PlacementError):
+                raise
+            raise DeviceError("committing failed and was taken back; prepare again") from err
+
+    def take_back(self) -> None:
+        self._take_back(None)
+
+    def _runs(self) -> list[_Run]:
+        """Split all parts into runs of neighbours, a few per worker."""
+        count = sum(len(region.seen) for region in self._changes)
+        size = -(-count // (self._workers * _RUNS_PER_WORKER)) or 1
+        runs: list[_Run] = [[]]
+        room = size
+        for number, region in enumerate(self._changes):
+            start = 0
+            while start < len(region.seen):
+                stop = min(len(region.seen), start + room)
+                runs[-1].append((number, range(start, stop)))
+                room -= stop - start
+                start = stop
+                if not room:
+                    runs.append([])
+                    room = size
+        return runs
+
+    def _take_back(self, cause: BaseException | None) -> None:
+        try:
+            for region, flags in zip(self._changes, self._begun, strict=True):
+                for part, flag in enumerate(flags):
+                    if flag:
+                        region.take_back(part)
+        except BaseException as err:
+            raise ModelPoisonedError(
+                f"committing failed ({cause!r}) and could not be taken back: replace the process"
+            ) from err
+
+
+def _changed(region: RegionChanges) -> PlacementError:
+    return PlacementError(
+        "live weights changed since prepare; they are as they were, prepare again",
+        tensor=region.tensor,
+    )

@@ -1,0 +1,1 @@
+"""A live model: attached, updated in place, or left as it was."""

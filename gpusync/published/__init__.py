@@ -1,0 +1,1 @@
+"""Published versions, read: the source, the route to a target, the validated chain, the blobs."""

@@ -1,0 +1,308 @@
+"""Old and new bytes of tensors to their blobs and digests, on several threads and in bounded memory.
+
+A tensor is cut into blocks of whole frames. Each block is read, digested, XORed and compressed while it is in a
+core's cache, so that neither the old tensor nor the delta is ever in memory as a whole; blocks of one tensor run on
+all threads. Only digests need the blocks in order: they pass one after another through a turnstile. A dense payload
+in a single frame is one stream, so such a tensor keeps to one thread and the threads share out the tensors.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from gpusync.errors import BaseMismatchError
+from gpusync.folder.files import OpenFiles
+from gpusync.folder.layout import Layout
+from gpusync.format.digest import digest_of, new_hasher
+from gpusync.format.encode import (
+    Bytes,
+    Changes,
+    build_seek_table,
+    build_sparse_payload,
+    check_overwrite_nbytes,
+    compress_frames,
+    compress_single,
+    find_changes,
+    new_compressor,
+)
+from gpusync.types import Algorithm, Digest, Encoding, Framing
+
+IN_FLIGHT_NBYTES = 64 << 20
+"""Bytes of tensors that are being worked on at once, where one tensor alone is not more than that."""
+IN_FLIGHT_TENSORS = 512
+
+_BLOCK_NBYTES = 1 << 20
+_local = threading.local()
+
+
+class BlockSource(Protocol):
+    """Where a tensor's bytes are."""
+
+    def block(self, offset: int, scratch: Bytes) -> Bytes:
+        """Return ``scratch.size`` bytes from ``offset`` of the tensor: in ``scratch``, or where they are anyway."""
+
+
+class ArrayBytes:
+    """A tensor in memory."""
+
+    def __init__(self, data: Bytes) -> None:
+        self._data = data
+
+    def block(self, offset: int, scratch: Bytes) -> Bytes:
+        return self._data[offset : offset + scratch.size]
+
+
+class FileBytes:
+    """A tensor in a shard of a checkpoint folder."""
+
+    def __init__(self, files: OpenFiles, layout: Layout, tensor: str) -> None:
+        self._files = files
+        self._shard = layout.shards[layout.file_of[tensor]]
+        self._offset = self._shard.header.data_offset + layout.entry(tensor).begin
+
+    def block(self, offset: int, scratch: Bytes) -> Bytes:
+        shard = self._shard
+        self._files.read_into(shard.path, scratch.data, self._offset + offset, shard.stamp)
+        return scratch
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaOptions:
+    """How deltas are written."""
+
+    encoding: Encoding
+    algorithm: Algorithm
+    framing: Framing
+    frame_bytes: int
+
+    @property
+    def block_nbytes(self) -> int:
+        """Bytes of a block: whole frames."""
+        return max(1, _BLOCK_NBYTES // self.frame_bytes) * self.frame_bytes
+
+    @property
+    def is_stream(self) -> bool:
+        """True where a tensor's blocks are compressed into one frame as they come."""
+        return self.encoding == "xor" and self.framing == "single"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDelta:
+    """One tensor's result; ``blob`` is None where no byte changed, and ``blob_digest`` is its xxh3-128 in hex."""
+
+    name: str
+    nbytes: int
+    digest: Digest
+    blob: bytes | None
+    blob_digest: str
+
+
+class TensorDiff:
+    """The work on one tensor.
+
+    Parameters
+    ----------
+    old, new
+        Its bytes, ``nbytes`` each.
+    borrowed
+        ``new`` is memory that its owner may change once the next tensor is asked for.
+    old_digest
+        What the old bytes must hash to; None where nobody says.
+    keep
+        Called with every block of new bytes and its offset, from several threads.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        nbytes: int,
+        old: BlockSource,
+        new: BlockSource,
+        options: DeltaOptions,
+        *,
+        borrowed: bool = False,
+        old_digest: Digest | None = None,
+        keep: Callable[[Bytes, int], None] | None = None,
+    ) -> None:
+        if options.encoding == "overwrite":
+            check_overwrite_nbytes(nbytes, name)
+        self.name = name
+        self.nbytes = nbytes
+        self.borrowed = borrowed
+        self._old = old
+        self._new = new
+        self._options = options
+        self._keep = keep
+        self._hasher = new_hasher(options.algorithm)
+        self._old_digest = old_digest
+        self._old_hasher = new_hasher(old_digest.algorithm) if old_digest is not None else None
+        self._blocks = -(-nbytes // options.block_nbytes)
+        self._parts: list[list[bytes] | Changes | None] = [None] * self._blocks
+        self._changed = False
+        self._turnstile = _Turnstile()
+        self._left = 0
+        self._lock = threading.Lock()
+        self._futures: list[Future[TensorDelta | None]] = []
+
+    def start(self, pool: Executor) -> None:
+        """Hand the work to the pool, which must start tasks in the order given."""
+        step = max(1, self._blocks) if self._options.is_stream else 1
+        ranges = [
+            (first, min(first + step, self._blocks)) for first in range(0, self._blocks, step)
+        ]
+        ranges = ranges or [(0, 0)]
+        self._left = len(ranges)
+        self._futures = [pool.submit(self._run, first, last) for first, last in ranges]
+
+    def result(self) -> TensorDelta:
+        """Wait for the end of the work and return what came out.
+
+        Raises
+        ------
+        BaseMismatchError
+            The old bytes are not those of ``old_digest``.
+        """
+        # In order: a block only waits for those before it, so the first error is the cause of the others.
+        results = [future.result() for future in self._futures]
+        return next(result for result in results if result is not None)
+
+    def _run(self, first: int, last: int) -> TensorDelta | None:
+        """Work on some blocks; whoever ends last returns the tensor's result."""
+        try:
+            stream = None
+            if self._options.is_stream:
+                stream = new_compressor().compressobj(size=self.nbytes)
+            for number in range(first, last):
+                delta, new = self._read(number)
+                if stream is not None:
+                    self._parts[number] = [stream.compress(delta.data)]
+                else:
+                    self._parts[number] = self._encode(delta, new, number)
+            if stream is not None and self._changed:
+                self._parts.append([stream.flush()])
+            with self._lock:
+                self._left -= 1
+                is_last = self._left == 0
+            return self._finish() if is_last else None
+        except BaseException:
+            self._turnstile.abandon()
+            raise
+
+    def _read(self, number: int) -> tuple[Bytes, Bytes]:
+        """Read, digest and keep one block; return its delta and its new bytes, valid until the thread's next block."""
+        size = self._options.block_nbytes
+        offset = number * size
+        old_scratch, new_scratch = (
+            scratch[: min(size, self.nbytes - offset)] for scratch in _scratch(size)
+        )
+        old = self._old.block(offset, old_scratch)
+        new = self._new.block(offset, new_scratch)
+        with self._turnstile.turn(number):
+            self._hasher.update(new)
+            if self._old_hasher is not None:
+                self._old_hasher.update(old)
+        if self._keep is not None:
+            self._keep(new, offset)
+        delta = np.bitwise_xor(old, new, out=old_scratch)
+        if delta.any():
+            self._changed = True
+        return delta, new
+
+    def _encode(self, delta: Bytes, new: Bytes, number: int) -> list[bytes] | Changes:
+        options = self._options
+        if options.encoding == "xor":
+            return compress_frames(delta, options.frame_bytes)
+        return find_changes(delta, new, number * options.block_nbytes, options.encoding)
+
+    def _finish(self) -> TensorDelta:
+        if self._old_hasher is not None:
+            got = self._old_hasher.digest()
+            if got != self._old_digest:
+                raise BaseMismatchError(
+                    "the base's bytes are not the last published ones",
+                    tensor=self.name,
+                    expected=self._old_digest,
+                    got=got,
+                )
+        blob = self._build_blob() if self._changed else None
+        blob_digest = digest_of("xxh3-128", blob).hex if blob is not None else ""
+        return TensorDelta(self.name, self.nbytes, self._hasher.digest(), blob, blob_digest)
+
+    def _build_blob(self) -> bytes:
+        options = self._options
+        if options.encoding != "xor":
+            changes = [part for part in self._parts if isinstance(part, Changes)]
+            return compress_single(build_sparse_payload(options.encoding, changes))
+        frames = [frame for part in self._parts if isinstance(part, list) for frame in part]
+        if not options.is_stream:
+            frames.append(build_seek_table(frames, options.frame_bytes, self.nbytes))
+        return b"".join(frames)
+
+
+def diff_tensors(diffs: Iterable[TensorDiff], pool: Executor) -> Iterator[TensorDelta]:
+    """Run the diffs on the pool and yield their results in order.
+
+    The next diff is asked for only when the tensors in flight are within ``IN_FLIGHT_NBYTES``, and never while one
+    with borrowed bytes is unfinished.
+    """
+    pending: deque[TensorDiff] = deque()
+    in_flight = 0
+    for diff in diffs:
+        diff.start(pool)
+        pending.append(diff)
+        in_flight += diff.nbytes
+        borrowed = diff.borrowed
+        del diff  # a held reference would keep this tensor's bytes while the next one is made
+        while pending and (
+            borrowed or in_flight > IN_FLIGHT_NBYTES or len(pending) > IN_FLIGHT_TENSORS
+        ):
+            in_flight -= pending[0].nbytes
+            yield pending.popleft().result()
+    while pending:
+        yield pending.popleft().result()
+
+
+def _scratch(nbytes: int) -> tuple[Bytes, Bytes]:
+    """Return this thread's two block buffers."""
+    buffers: tuple[Bytes, Bytes] | None = getattr(_local, "buffers", None)
+    if buffers is None or buffers[0].size != nbytes:
+        buffers = _local.buffers = (np.empty(nbytes, np.uint8), np.empty(nbytes, np.uint8))
+    return buffers
+
+
+class _Abandoned(Exception):
+    """An earlier block of the same tensor failed."""
+
+
+class _Turnstile:
+    """Lets numbered callers through one at a time, in order of their numbers."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._next = 0
+        self._is_abandoned = False
+
+    @contextmanager
+    def turn(self, number: int) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_abandoned or self._next == number)
+            if self._is_abandoned:
+                raise _Abandoned
+        yield
+        with self._changed:
+            self._next += 1
+            self._changed.notify_all()
+
+    def abandon(self) -> None:
+        """Send everyone who waits away."""
+        with self._changed:
+            self._is_abandoned = True
+            self._changed.notify_all()

@@ -1,0 +1,153 @@
+"""The tensors of the last published version, kept by a publisher between its steps.
+
+``state_dir`` holds one folder per version, ``version_NNNNNN/model.safetensors`` (raw tensors) and ``state.json``, and
+``run.json``. Files are never written in place. A folder without a valid ``state.json``, which is written last, is not
+a state; the state that counts is the one whose version and fingerprint are those of the newest published version. So
+a crash before the version was renamed into place leaves the old state in force, and a crash after it the new one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpusync import fsio
+from gpusync.errors import FormatError, HeaderFormatError, IndexFormatError
+from gpusync.folder.layout import Layout
+from gpusync.format.digest import parse_digest
+from gpusync.format.encode import Bytes
+from gpusync.format.header import build_header
+from gpusync.format.index import parse_json_object
+from gpusync.types import Digest
+
+_FOLDER = re.compile(r"version_([0-9]{6,18})")
+_STATE_NAME = "state.json"
+_RUN_NAME = "run.json"
+_DATA_NAME = "model.safetensors"
+_MAX_JSON_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class PublisherState:
+    """A state that is in force: its folder, and the digest of every tensor in it."""
+
+    folder: Path
+    digests: Mapping[str, Digest]
+
+
+class StateWriter:
+    """Writes the state of a version that is about to be published.
+
+    Parameters
+    ----------
+    folder
+        Its folder, made anew.
+    layout
+        The version before, for names, dtypes and shapes.
+    """
+
+    def __init__(self, folder: Path, layout: Layout) -> None:
+        fsio.remove_tree(folder)
+        fsio.make_dir(folder)
+        self._folder = folder
+        self._digests: dict[str, Digest] = {}
+        entries = [layout.entry(name) for name in layout.file_of]
+        header = build_header(
+            [(entry.name, entry.dtype, entry.shape, entry.nbytes) for entry in entries], None
+        )
+        self._offsets: dict[str, int] = {}
+        offset = len(header)
+        for entry in entries:
+            self._offsets[entry.name] = offset
+            offset += entry.nbytes
+        self._fd = fsio.create(folder / _DATA_NAME)
+        try:
+            fsio.allocate(self._fd, offset)
+            fsio.pwrite(self._fd, memoryview(header), 0)
+        except BaseException:
+            self.close()
+            raise
+
+    def keep(self, tensor: str) -> Callable[[Bytes, int], None]:
+        """Return the function that stores blocks of a tensor; threads may call it at once."""
+        start = self._offsets[tensor]
+        return lambda block, offset: fsio.pwrite(self._fd, block.data, start + offset)
+
+    def record(self, tensor: str, digest: Digest) -> None:
+        """Note the digest of a tensor whose blocks are all stored."""
+        self._digests[tensor] = digest
+
+    def finish(self, version: int, fingerprint: str) -> None:
+        """Make the state durable, to come into force when the version of this fingerprint is published."""
+        fsio.fsync(self._fd)
+        digests = {name: [digest.algorithm, digest.hex] for name, digest in self._digests.items()}
+        state = {"version": version, "fingerprint": fingerprint, "digests": digests}
+        fsio.write_json(self._folder / _STATE_NAME, state, durable=True)
+        fsio.fsync_dir(self._folder.parent)
+
+    def close(self) -> None:
+        fsio.close(self._fd)
+
+
+class StateStore:
+    """The states under one ``state_dir``."""
+
+    def __init__(self, state_dir: Path) -> None:
+        self._path = state_dir
+
+    @property
+    def run_id(self) -> str | None:
+        """Run id of the publisher that used this folder last."""
+        run_id = _read_json(self._path / _RUN_NAME).get("run_id")
+        return run_id if isinstance(run_id, str) and run_id else None
+
+    def record_run(self, run_id: str) -> None:
+        """Make the run id durable."""
+        if self.run_id != run_id:
+            fsio.make_dir(self._path)
+            fsio.write_json(self._path / _RUN_NAME, {"run_id": run_id}, durable=True)
+
+    def find(self, version: int, fingerprint: str) -> PublisherState | None:
+        """Return the state of a published version, or None where there is none that is whole."""
+        folder = self._folder(version)
+        value = _read_json(folder / _STATE_NAME)
+        digests = value.get("digests")
+        if value.get("fingerprint") != fingerprint or not isinstance(digests, dict):
+            return None
+        try:
+            return PublisherState(
+                folder, {name: _parse_pair(name, pair) for name, pair in digests.items()}
+            )
+        except HeaderFormatError:
+            return None
+
+    def begin(self, version: int, layout: Layout) -> StateWriter:
+        """Start the state of the next version; whatever stood under its name goes."""
+        return StateWriter(self._folder(version), layout)
+
+    def remove_others(self, version: int) -> None:
+        """Remove the states of all other versions."""
+        if fsio.exists(self._path):
+            for name in fsio.list_dir(self._path):
+                if _FOLDER.fullmatch(name) and self._path / name != self._folder(version):
+                    fsio.remove_tree(self._path / name)
+
+    def _folder(self, version: int) -> Path:
+        return self._path / f"version_{version:06d}"
+
+
+def _read_json(path: Path) -> dict[str, object]:
+    """Return one of our JSON files; an empty object where it is absent or damaged."""
+    try:
+        data = fsio.read_file(path, _MAX_JSON_BYTES)
+        return parse_json_object(data, file=path.name, error=IndexFormatError, what="the state")
+    except (FileNotFoundError, NotADirectoryError, FormatError):
+        return {}
+
+
+def _parse_pair(tensor: str, pair: object) -> Digest:
+    if not isinstance(pair, list) or len(pair) != 2:
+        raise HeaderFormatError("a digest is not an algorithm and hex digits", tensor=tensor)
+    return parse_digest(str(pair[0]), pair[1], tensor=tensor)

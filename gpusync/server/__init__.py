@@ -1,0 +1,1 @@
+"""The HTTP server of ``gpusync serve``, and its metrics."""
