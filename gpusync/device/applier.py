@@ -37,9 +37,9 @@ from gpusync.device.selftest import nvcomp_is_trusted
 from gpusync.device.staging import Feeder, NeedsHost, PinnedRing
 from gpusync.errors import DecodeError, DeviceError, KernelError, ModelPoisonedError
 from gpusync.folding.fold import Fold, run_parallel, shut_down
+from gpusync.folding.plan import TensorPlan
 from gpusync.host.changes import ListBudget
 from gpusync.host.parts import LiveWork, PreparedPart
-from gpusync.local.materialize import TensorPlan
 from gpusync.placement.slices import Slice
 from gpusync.published.blobmaps import BlobMap, read_blob_map
 from gpusync.published.blobs import BlobSource

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from gpusync.device.runtime import Runtime
 from gpusync.errors import DecodeError
 from gpusync.folding.fold import Bytes, Fold, run_parallel
+from gpusync.folding.plan import TensorPlan, mismatch
 from gpusync.format.digest import Hasher, new_hasher
 from gpusync.host.parts import LiveWork
-from gpusync.local.materialize import TensorPlan, mismatch
 from gpusync.placement.slices import Slice, any_within
 from gpusync.ranks.sharefile import ShareWriter
 from gpusync.types import Algorithm, Digest

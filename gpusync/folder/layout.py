@@ -14,6 +14,7 @@ from pathlib import Path
 from gpusync import fsio
 from gpusync.config import Settings
 from gpusync.errors import (
+    CheckpointIOError,
     FormatError,
     GpuSyncError,
     HeaderFormatError,
@@ -153,6 +154,20 @@ def unreadable(
         )
     return SourceNotReadyError(
         f"{where} cannot be read: {err.strerror}", version=version, file=path.name
+    )
+
+
+def local_io_error(err: OSError, what: str, path: Path) -> CheckpointIOError:
+    """Return the typed error for a failed operation on the local folder."""
+    advice = {
+        errno.ENOSPC: "free space on the local disk",
+        errno.EDQUOT: "raise the quota of the local disk",
+        errno.EROFS: "the local disk is mounted read-only",
+        errno.EACCES: "this user may not write there",
+        errno.EPERM: "this user may not write there",
+    }.get(err.errno or 0, "check the local disk")
+    return CheckpointIOError(
+        f"{what} failed: {err.strerror or err}; {advice}", file=str(path), errno=err.errno
     )
 
 

@@ -18,12 +18,15 @@ import stat
 import time
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from gpusync import fsio
 from gpusync.errors import CheckpointError, CheckpointIOError, LockTimeoutError
 from gpusync.folder.marker import STATE_DIR
-from gpusync.published.hook import HookCall
 from gpusync.types import Progress, ProgressCallback
+
+if TYPE_CHECKING:
+    from gpusync.published.hook import HookCall
 
 _POLL_SECONDS = 0.05
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 
 from gpusync.errors import DeviceError, ModelPoisonedError, PlacementError
 from gpusync.folding.fold import Fold, run_parallel
+from gpusync.folding.plan import TensorPlan, mismatch
 from gpusync.host.changes import ListBudget, RegionChanges
 from gpusync.host.parts import LiveWork, PreparedPart
 from gpusync.host.sinks import ChangeList, LiveSink, SliceSink
-from gpusync.local.materialize import TensorPlan, mismatch
 from gpusync.timing import Meter, StageClock
 from gpusync.types import Algorithm, Digest
 

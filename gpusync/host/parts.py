@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from gpusync.errors import ModelPoisonedError
-from gpusync.local.materialize import TensorPlan
+from gpusync.folding.plan import TensorPlan
 from gpusync.placement.regions import Region
 from gpusync.placement.relayout import Relaid, Relayout
 from gpusync.placement.slices import Slice

@@ -14,14 +14,14 @@ import torch
 from gpusync.config import Settings
 from gpusync.errors import FormatError, PlacementError, SourceNotReadyError
 from gpusync.folder.files import OpenFiles
-from gpusync.folder.layout import Layout, absolute_path, read_layout, unreadable
+from gpusync.folder.layout import Layout, absolute_path, local_io_error, read_layout, unreadable
 from gpusync.folder.marker import Marker, MarkerState, read_marker
 from gpusync.format.digest import fingerprint
 from gpusync.live.lists import layout_at
 from gpusync.live.probe import find_relaid
 from gpusync.live.proof import DIFFER, prove
 from gpusync.live.state import LiveState, keep_state, state_of, take_lease
-from gpusync.local.checkpoint import is_absence, local_io_error
+from gpusync.local.checkpoint import is_absence
 from gpusync.placement.experts import match_slices
 from gpusync.placement.places import LoadWeights, Places, trace_places
 from gpusync.placement.regions import (

@@ -14,12 +14,12 @@ from gpusync.device.runtime import Runtime
 from gpusync.device.warmup import warm_up
 from gpusync.errors import DeviceError
 from gpusync.folding.fold import Fold
+from gpusync.folding.plan import TensorPlan
 from gpusync.host.applier import prepare_host
 from gpusync.host.changes import ListBudget
 from gpusync.host.parts import PreparedPart
 from gpusync.live.lists import LivePlan, check_shared
 from gpusync.live.relaid import prepare_relaid
-from gpusync.local.materialize import TensorPlan
 from gpusync.placement.regions import refused
 from gpusync.testing import emulated_runtime
 from gpusync.timing import Meter

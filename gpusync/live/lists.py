@@ -12,9 +12,9 @@ from gpusync.errors import ChainError, PlacementError, SourceNotReadyError
 from gpusync.folder.layout import Layout, read_layout
 from gpusync.folder.marker import Marker, read_marker
 from gpusync.folding.fold import RegionOrigin
+from gpusync.folding.plan import TensorPlan, plan_tensor
 from gpusync.format.header import tensor_nbytes
 from gpusync.host.parts import LiveWork, RelaidWork
-from gpusync.local.materialize import TensorPlan, plan_tensor
 from gpusync.placement.places import Places
 from gpusync.placement.regions import Placement, refused
 from gpusync.placement.relayout import Relaid

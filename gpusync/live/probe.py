@@ -19,10 +19,10 @@ from gpusync.errors import PlacementError
 from gpusync.folder.files import OpenFiles
 from gpusync.folder.layout import Layout
 from gpusync.folding.fold import Fold
+from gpusync.folding.plan import NOTHING_TO_FOLD, plan_tensor
 from gpusync.format.digest import digest_of
 from gpusync.live.proof import DIFFER, prove
 from gpusync.live.relaid import check_scratch, folded, processed
-from gpusync.local.materialize import NOTHING_TO_FOLD, plan_tensor
 from gpusync.placement.places import Anchor, LoadWeights, Places, trace_places
 from gpusync.placement.regions import byte_view, live_tensors, reachable, refused
 from gpusync.placement.relayout import (

@@ -10,7 +10,7 @@ from gpusync.config import Settings
 from gpusync.folder.files import OpenFiles
 from gpusync.folder.layout import Layout
 from gpusync.folding.fold import Bytes, Fold, run_parallel
-from gpusync.local.materialize import NOTHING_TO_FOLD, plan_tensor
+from gpusync.folding.plan import NOTHING_TO_FOLD, plan_tensor
 from gpusync.placement.regions import Placement, Region, reading, wait_for_writes
 from gpusync.placement.slices import Slice
 

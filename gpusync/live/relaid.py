@@ -13,13 +13,13 @@ import torch
 from gpusync.errors import OutOfScratchError, PlacementError
 from gpusync.folder.marker import Marker
 from gpusync.folding.fold import Bytes, Fold, run_parallel
+from gpusync.folding.plan import TensorPlan, mismatch, plan_tensor
 from gpusync.format.digest import digest_of
 from gpusync.host.applier import HostChanges
 from gpusync.host.changes import ListBudget, RegionChanges
 from gpusync.host.parts import PreparedPart, RelaidWork
 from gpusync.host.sinks import ChangeList, LiveSink
 from gpusync.live.lists import whole_tensors
-from gpusync.local.materialize import TensorPlan, mismatch, plan_tensor
 from gpusync.placement.regions import Placement, Region, byte_view, refused
 from gpusync.placement.relayout import (
     Loaded,

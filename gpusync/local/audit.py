@@ -15,7 +15,7 @@ from gpusync.errors import ChainError, GpuSyncError, SourceNotReadyError
 from gpusync.folder.files import OpenFiles
 from gpusync.folder.layout import Layout
 from gpusync.folding.fold import Fold, NullSink, run_parallel
-from gpusync.local.materialize import NOTHING_TO_FOLD, TensorPlan, mismatch, plan_tensor
+from gpusync.folding.plan import NOTHING_TO_FOLD, TensorPlan, mismatch, plan_tensor
 from gpusync.published.chain import Chain, start_layout
 from gpusync.published.route import Route
 from gpusync.timing import Meter

@@ -25,9 +25,9 @@ from pathlib import Path
 
 from gpusync import fsio
 from gpusync.config import Settings
-from gpusync.errors import CheckpointIOError, FormatError, SourceNotReadyError
+from gpusync.errors import FormatError, SourceNotReadyError
 from gpusync.folder.files import FileChangedError, OpenFiles
-from gpusync.folder.layout import Layout, read_layout, read_shard
+from gpusync.folder.layout import Layout, local_io_error, read_layout, read_shard
 from gpusync.folder.marker import (
     STATE_DIR,
     Marker,
@@ -217,17 +217,3 @@ def local_errors(what: str, path: Path) -> Iterator[None]:
         yield
     except OSError as err:
         raise local_io_error(err, what, path) from err
-
-
-def local_io_error(err: OSError, what: str, path: Path) -> CheckpointIOError:
-    """Return the typed error for a failed operation on the local folder."""
-    advice = {
-        errno.ENOSPC: "free space on the local disk",
-        errno.EDQUOT: "raise the quota of the local disk",
-        errno.EROFS: "the local disk is mounted read-only",
-        errno.EACCES: "this user may not write there",
-        errno.EPERM: "this user may not write there",
-    }.get(err.errno or 0, "check the local disk")
-    return CheckpointIOError(
-        f"{what} failed: {err.strerror or err}; {advice}", file=str(path), errno=err.errno
-    )

@@ -10,69 +10,31 @@ import contextlib
 import errno
 import stat
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 from gpusync import fsio
-from gpusync.errors import DigestMismatchError, GpuSyncError
+from gpusync.errors import GpuSyncError
 from gpusync.folder.files import FileChangedError, OpenFiles
 from gpusync.folder.layout import Layout, Shard, unreadable
 from gpusync.folding.fold import (
-    FileOrigin,
     FileSink,
     Fold,
     NullSink,
-    Origin,
     Sink,
     run_parallel,
 )
-from gpusync.local.checkpoint import local_io_error
-from gpusync.published.blobs import BlobSource
+from gpusync.folding.plan import TensorPlan, mismatch, plan_tensor, plan_unmanaged
 from gpusync.published.route import Route
 from gpusync.timing import Meter
 from gpusync.types import Algorithm, Digest, ProgressCallback
 
 Result = TypeVar("Result")
 
-NOTHING_TO_FOLD = Route("applied", 0, 0)
-"""The route of a tensor that is only read."""
-
 _TABLE_ALGORITHM: Algorithm = "xxh3-128"
 _MAX_SHARDS_OPEN = 64
 _COPY_BYTES = 1 << 20
-
-
-@dataclass(frozen=True)
-class TensorPlan:
-    """How one tensor's new bytes come about.
-
-    Parameters
-    ----------
-    begin
-        Bytes from the start of the new shard file.
-    blobs
-        Deltas to fold in, oldest first; empty for a tensor that is copied.
-    expected
-        The digest that the result must have; None where nobody published one (unchanged tensors of a seed).
-    from_local
-        The origin is the local checkpoint, whose bytes may have rotted.
-    managed
-        False for a copy that the index does not name: it is carried along, and the table is not about it.
-    origin_is_live
-        The origin's bytes are those of the live model: what works on live memory need not read them.
-    """
-
-    name: str
-    file: str
-    begin: int
-    nbytes: int
-    origin: Origin
-    blobs: tuple[BlobSource, ...] = ()
-    expected: Digest | None = None
-    from_local: bool = False
-    managed: bool = True
-    origin_is_live: bool = False
 
 
 @dataclass(frozen=True)
@@ -104,24 +66,6 @@ class Outcome:
     written_bytes: int = 0
 
 
-def plan_tensor(
-    name: str,
-    layout: Layout,
-    route: Route,
-    files: OpenFiles,
-    *,
-    known: Mapping[str, str],
-    from_local: bool,
-) -> TensorPlan:
-    """Plan one tensor along a route.
-
-    ``known`` gives xxh3-128 hex of the origin's bytes; it is what an unchanged tensor is checked against.
-    """
-    shard = layout.shards[layout.file_of[name]]
-    blobs = tuple(BlobSource(files, delta, name) for delta in route.deltas if name in delta.digests)
-    return _plan(name, shard, files, blobs, _expected(name, blobs, known), from_local)
-
-
 def plan_shards(
     layout: Layout,
     route: Route,
@@ -143,7 +87,7 @@ def plan_shards(
         tensors = tuple(
             plan_tensor(name, layout, route, files, known=known, from_local=local)
             if layout.file_of.get(name) == file
-            else replace(_plan(name, shard, files, (), None, local), managed=False)
+            else plan_unmanaged(name, shard, files, from_local=local)
             for name in shard.header.entries
         )
         plans.append(
@@ -274,19 +218,6 @@ def _file_sinks(fds: Mapping[str, int]) -> Callable[[TensorPlan], Sink]:
     return lambda plan: FileSink(fds[plan.file], plan.begin)
 
 
-def mismatch(plan: TensorPlan, got: Digest) -> DigestMismatchError:
-    """Return the error for a result that is not the published tensor."""
-    last = plan.blobs[-1].delta if plan.blobs else None
-    return DigestMismatchError(
-        "the result is not the published tensor; nothing was changed, publish the version again",
-        version=last.version if last is not None else None,
-        file=last.blob(plan.name)[0].path.name if last is not None else plan.file,
-        tensor=plan.name,
-        expected=plan.expected,
-        got=got,
-    )
-
-
 def copy_file(source: Path, target: Path) -> int:
     """Copy a checkpoint's side file (config, tokenizer) into staging, in pieces; return its size.
 
@@ -333,35 +264,6 @@ def copy_file(source: Path, target: Path) -> int:
 
 def _changed(source: Path, how: str) -> GpuSyncError:
     return unreadable(FileChangedError(errno.ESTALE, how, str(source)), source)
-
-
-def _plan(
-    name: str,
-    shard: Shard,
-    files: OpenFiles,
-    blobs: tuple[BlobSource, ...],
-    expected: Digest | None,
-    from_local: bool,
-) -> TensorPlan:
-    entry = shard.header.entries[name]
-    begin = shard.header.data_offset + entry.begin
-
-    def explain(err: OSError) -> GpuSyncError:
-        if from_local:
-            return local_io_error(err, "reading the local checkpoint", shard.path)
-        return unreadable(err, shard.path)
-
-    origin = FileOrigin(files, shard.path, shard.stamp, begin, explain)
-    return TensorPlan(
-        name, shard.path.name, begin, entry.nbytes, origin, blobs, expected, from_local
-    )
-
-
-def _expected(name: str, blobs: tuple[BlobSource, ...], known: Mapping[str, str]) -> Digest | None:
-    """The newest delta's digest; digests in between are not enforced, a fold never forms those bytes."""
-    if blobs:
-        return blobs[-1].delta.digests[name]
-    return Digest(_TABLE_ALGORITHM, known[name]) if name in known else None
 
 
 def _mode(shard: Shard, local: bool) -> int:

@@ -21,16 +21,15 @@ from gpusync.errors import (
     SourceNotReadyError,
     VersionConflictError,
 )
-from gpusync.folder.layout import read_layout
+from gpusync.folder.layout import local_io_error, read_layout
 from gpusync.folding.fold import Fold
+from gpusync.folding.plan import TensorPlan, mismatch
 from gpusync.format.index import INDEX_NAME, MANIFEST_NAME
-from gpusync.local.checkpoint import FolderPaths, is_absence, local_io_error, read_bound_table
+from gpusync.local.checkpoint import FolderPaths, is_absence, read_bound_table
 from gpusync.local.materialize import (
     Materializer,
     ShardPlan,
-    TensorPlan,
     copy_file,
-    mismatch,
     plan_shards,
     reserve_shards,
 )

@@ -35,6 +35,7 @@ from typing import Any, Literal
 
 from gpusync import fsio
 from gpusync.folder.files import FileStamp
+from gpusync.folder.layout import local_io_error
 from gpusync.folder.marker import (
     MARKER_NAME,
     Marker,
@@ -46,13 +47,7 @@ from gpusync.folder.marker import (
     write_marker,
 )
 from gpusync.format.digest import digest_of
-from gpusync.local.checkpoint import (
-    FolderPaths,
-    holds_tabled_bytes,
-    is_absence,
-    local_io_error,
-    read_bound_table,
-)
+from gpusync.local.checkpoint import FolderPaths, holds_tabled_bytes, is_absence, read_bound_table
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ MIB = 1 << 20
 # Pulls in a child that may allocate so many bytes more than it holds when it begins, and says how it ended.
 PULL = """
 import pathlib, resource, sys
-import gpusync, gpusync.disk
+import gpusync, gpusync.local.pull
 root, target, cap = pathlib.Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 held = int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (held + cap, held + cap))

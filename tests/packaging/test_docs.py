@@ -132,7 +132,7 @@ def test_shell_lines_name_commands_options_and_targets_that_exist(
 
 
 def test_the_curl_example_is_a_request_that_the_server_takes(read: Any) -> None:
-    server = pytest.importorskip("gpusync.server", reason="the extra gpusync[server] is absent")
+    server = pytest.importorskip("gpusync.server.app", reason="the extra gpusync[server] is absent")
     (curl,) = [line for line in shell_lines(read("README.md")) if line[:1] == ["curl"]]
     asked = server.parse_pull_request(curl[curl.index("-d") + 1].encode(), ())
     assert asked.target_version == 7
@@ -306,7 +306,7 @@ def test_links_lead_to_files_of_the_repository(document: str, read: Any, reposit
 
 def test_modules_that_the_reading_order_names_exist(read: Any, repository: Path) -> None:
     order = read("README.md").split("needs no looking ahead")[1]
-    named = re.findall(r"`(\w+\.py)`", order)
+    named = re.findall(r"`([\w/]+\.py)`", order)
     assert len(named) > 20
     assert [name for name in named if not (repository / "gpusync" / name).exists()] == []
 

@@ -88,7 +88,7 @@ def test_unknown_digest_algorithm_is_refused(algorithm: str) -> None:
 
 
 def test_blake3_without_its_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpusync.digest, "blake3", None)
+    monkeypatch.setattr(gpusync.format.digest, "blake3", None)
     with pytest.raises(MissingDependencyError, match=r"gpusync\[blake3\]"):
         new_hasher("blake3")
     assert parse_digest("blake3", "0" * 64).hex == "0" * 64

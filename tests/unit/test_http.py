@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 httpx = pytest.importorskip("httpx", reason="httpx is not installed (extra dev)")
 pytest.importorskip("uvicorn", reason="uvicorn is not installed (extra server)")
 
-from gpusync import errors
-from gpusync.server import app as server
+from gpusync import errors  # noqa: E402
+from gpusync.server import app as server  # noqa: E402
 from gpusync.server import connections  # noqa: E402
 from gpusync.server.metrics import CONTENT_TYPE  # noqa: E402
 from tests import wire  # noqa: E402
@@ -442,7 +442,7 @@ def is_closed(peer: socket.socket) -> bool:
 
 def test_a_request_that_does_not_arrive_in_time_is_dropped(stream: wire.Stream) -> None:
     code = (
-        "import sys, pathlib; from gpusync import connections, server; connections.REQUEST_SECONDS = 0.5\n"
+        "import sys, pathlib; from gpusync.server import app as server, connections; connections.REQUEST_SECONDS = 0.5\n"
         "server.serve(server.ServerConfig(pathlib.Path(sys.argv[1])), '127.0.0.1', 0, lambda port: print(port, flush=True))"
     )
     from tests.driver import start_python
