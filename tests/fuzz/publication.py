@@ -353,12 +353,8 @@ def bend_name(path: Path, random: Random, others: list[Path], outside: Path) -> 
         os.rename(spare, other)
         return f"{path.name}: swapped with {other.name}"
     if kind == "copy":
-        shutil.copyfile(
-            path,
-            path.with_name(
-                random.choice(("x.safetensors", "x\udcff.safetensors", "\u212a.safetensors"))
-            ),
-        )
+        names = {"x.safetensors", "x\udcff.safetensors", "\u212a.safetensors"} - {path.name}
+        shutil.copyfile(path, path.with_name(random.choice(sorted(names))))
         return f"{path.name}: copied to another name"
     data = path.read_bytes()
     path.unlink()
