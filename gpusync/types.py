@@ -144,6 +144,10 @@ class StageTimes:
     seconds: Mapping[str, float] = field(default_factory=dict)
     bytes: Mapping[str, int] = field(default_factory=dict)
 
+    def __str__(self) -> str:
+        """Return the seconds on one line, as the log has them: ``open:0.010,swap:0.002``."""
+        return ",".join(f"{name}:{seconds:.3f}" for name, seconds in self.seconds.items()) or "none"
+
 
 @dataclass(frozen=True)
 class Report:

@@ -22,6 +22,7 @@ from gpusync.live.relaid import plan_relaid
 from gpusync.live.state import LiveState, known_state, live_version, state_of, take_lease
 from gpusync.live.update import Update, WriteBackMode
 from gpusync.local.writeback import WriteBack, take_error
+from gpusync.observers import failures_told
 from gpusync.placement.places import LoadWeights, Places
 from gpusync.placement.regions import Placement
 from gpusync.placement.relayout import Relayout, engine_relayout
@@ -41,6 +42,7 @@ _BUFFERS = 4
 """What an exchange needs its limit for: bytes to send, bytes that came, and the sums of these twice."""
 
 
+@failures_told("prepare")
 def prepare(
     model: torch.nn.Module,
     chain: Chain,

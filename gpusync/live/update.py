@@ -25,6 +25,7 @@ from gpusync.host.parts import LiveChanges, commit_parts
 from gpusync.live.lists import LivePlan
 from gpusync.live.state import Lease, LiveState
 from gpusync.local.writeback import WriteBack, submit
+from gpusync.observers import failures_told, tell
 from gpusync.placement.places import Places
 from gpusync.placement.regions import Anchors, moved
 from gpusync.published.chain import Chain
@@ -79,6 +80,7 @@ class Update:
         self._turn = threading.Lock()
         self._whose: object = None
 
+    @failures_told("commit")
     def commit(self) -> None:
         """Make the new weights live: let the ranks vote, check the live words, XOR the lists in.
 
@@ -116,12 +118,22 @@ class Update:
             self._lease.give_back()
             self._report = replace(self._report, pause_seconds=time.monotonic() - start)
         log.info(
-            "update_committed version=%d tensors=%d pause_seconds=%.4f",
+            "update_committed outcome=%s from_version=%d version=%d device=%s tensors_changed=%d changed_bytes=%d "
+            "wire_bytes=%d change_list_bytes=%d prepare_seconds=%.3f pause_seconds=%.4f stages=%s",
+            self._report.outcome,
+            self._report.from_version,
             self._state.identity.version,
+            self._report.device,
             self._report.tensors_changed,
+            self._report.changed_bytes,
+            self._report.wire_bytes,
+            self._report.change_list_bytes,
+            self._report.prepare_seconds,
             self._report.pause_seconds,
+            self._report.stages,
         )
 
+    @failures_told("finish")
     def finish(self) -> UpdateReport:
         """Let the local checkpoint follow, after the engine resumed, and return the report.
 
@@ -151,7 +163,9 @@ class Update:
             seconds = time.monotonic() - start
             self._report = replace(report, finish_seconds=seconds, stages=self._clock.times())
             self._phase = "finished"
-        return self._report
+        done = self._report
+        tell(lambda observer: observer.updated(done))
+        return done
 
     def discard(self) -> None:
         """Forget the update before commit: nothing happened, on either side. Discarding again is fine."""

@@ -27,6 +27,7 @@ from gpusync.local.advance import Advance, Staged, finish_rolling, fsync_checkpo
 from gpusync.local.audit import Audit, Evidence, PublishedEvidence, TableEvidence, audit
 from gpusync.local.checkpoint import FolderPaths, LocalState, local_errors, read_state
 from gpusync.local.swap import Journal, Step, clean, reached, recover
+from gpusync.observers import failures_told, tell
 from gpusync.published.chain import Chain, resolve_base, wait_visible
 from gpusync.published.hook import HookCall, PreReadHook
 from gpusync.published.route import check_target
@@ -38,6 +39,7 @@ log = logging.getLogger(__name__)
 PathLike = str | os.PathLike[str]
 
 
+@failures_told("pull")
 def pull(
     local_checkpoint_dir: PathLike,
     base_dir: PathLike | None,
@@ -100,7 +102,7 @@ def pull(
             update = FolderUpdate(chain, opened, durable=durable, progress=progress, clock=clock)
             done = update.nothing_to_do()
             if done is not None:
-                return done
+                return pull_ended(folder, done)
             if pre_read_hook is not None:
                 with clock.stage("hook"):
                     hook = HookCall(pre_read_hook, os.fspath(source_dir), target_version)
@@ -113,7 +115,32 @@ def pull(
                 return update.stage()
 
             # Both: a mount may show headers before the bytes behind them.
-            return update.commit(wait_visible(stage, visibility_timeout_seconds, progress))
+            staged = wait_visible(stage, visibility_timeout_seconds, progress)
+            return pull_ended(folder, update.commit(staged))
+
+
+def pull_ended(folder: Path, report: PullReport) -> PullReport:
+    """Write a pull's line into the log, tell the observers, and return the report."""
+    log.info(
+        "pull_done outcome=%s from_version=%s version=%d folder=%s seed=%s swap=%s durable=%s recovered=%s "
+        "tensors_changed=%d tensors_healed=%d wire_bytes=%d written_bytes=%d seconds=%.3f stages=%s",
+        report.outcome,
+        report.from_version,
+        report.to_version,
+        folder,
+        report.seed,
+        report.swap,
+        report.durable,
+        report.recovered,
+        report.tensors_changed,
+        len(report.tensors_healed),
+        report.wire_bytes,
+        report.written_bytes,
+        report.seconds,
+        report.stages,
+    )
+    tell(lambda observer: observer.pulled(report))
+    return report
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from gpusync.folder.lock import FolderLock
 from gpusync.folder.marker import read_marker
 from gpusync.local.advance import Staged
 from gpusync.local.checkpoint import FolderPaths, local_errors
-from gpusync.local.pull import FolderUpdate, open_folder, pull
+from gpusync.local.pull import FolderUpdate, open_folder, pull, pull_ended
 from gpusync.local.swap import clear_staging
 from gpusync.published.chain import Chain
 from gpusync.timing import StageClock
@@ -77,12 +77,12 @@ class WriteBack:
             The folder stands at its old version, or (CheckpointIOError within the swap) the next pull resumes.
         """
         if self._done is not None and self._stands_at(self._done.to_version):
-            return self._done
+            return pull_ended(self._folder, self._done)
         if self._staged is not None:
             update, staged = self._staged
             with FolderLock(self._folder, _LOCK_TIMEOUT_SECONDS):
                 if staged.is_current():
-                    return update.commit(staged)
+                    return pull_ended(self._folder, update.commit(staged))
         return pull_for(self._chain, self._folder, durable=self._durable, progress=self._progress)
 
     def stop(self) -> None:

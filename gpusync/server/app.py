@@ -41,7 +41,7 @@ from gpusync.outcome import (
 )
 from gpusync.published.hook import PreReadHook
 from gpusync.server.connections import BoundedProtocol
-from gpusync.server.metrics import CONTENT_TYPE, Metrics
+from gpusync.metrics import CONTENT_TYPE, Metrics
 from gpusync.types import PullReport
 
 log = logging.getLogger(__name__)
@@ -108,6 +108,7 @@ class PullService:
         self._stop = stop
         self._pool = ThreadPoolExecutor(MAX_PULLS, thread_name_prefix="gpusync-pull")
         self._running: dict[PullRequest, asyncio.Future[PullReport]] = {}
+        metrics.count_in_flight(lambda: len(self._running))
 
     async def pull(self, request: PullRequest) -> PullReport:
         """Return the report of this pull, or of an equal one that is already in flight.
@@ -129,7 +130,7 @@ class PullService:
 
     def _run(self, request: PullRequest) -> PullReport:
         self._stop.check()
-        with self._metrics.pull_in_flight():
+        try:
             report = pull(
                 request.local_checkpoint_dir,
                 self._config.base_dir,
@@ -141,6 +142,9 @@ class PullService:
                 lock_timeout_seconds=self._config.lock_timeout_seconds,
                 progress=self._stop.check,
             )
+        except Exception as err:
+            self._metrics.failed("pull", err)
+            raise
         self._metrics.pulled(report)
         return report
 

@@ -237,7 +237,7 @@ def test_reliability_names_tests_that_exist(read: Any, repository: Path) -> None
 
 def test_metrics_table_equals_the_metrics(read: Any) -> None:
     pytest.importorskip("prometheus_client", reason="the extra gpusync[server] is absent")
-    from gpusync.server.metrics import Metrics
+    from gpusync.metrics import Metrics
 
     shown = re.findall(r"^# TYPE (\S+) (\w+)$", Metrics().render().decode(), re.MULTILINE)
     expected = {name: kind for name, kind in shown if not name.endswith("_created")}

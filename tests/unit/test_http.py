@@ -22,7 +22,7 @@ pytest.importorskip("uvicorn", reason="uvicorn is not installed (extra server)")
 from gpusync import errors  # noqa: E402
 from gpusync.server import app as server  # noqa: E402
 from gpusync.server import connections  # noqa: E402
-from gpusync.server.metrics import CONTENT_TYPE  # noqa: E402
+from gpusync.metrics import CONTENT_TYPE  # noqa: E402
 from tests import wire  # noqa: E402
 from tests.unit.strategies import fixed  # noqa: E402
 from tests.unit.test_server import body, served, serving  # noqa: E402

@@ -107,8 +107,8 @@ def test_a_pull_replies_with_its_report_and_counts(stream: wire.Stream) -> None:
         again = client.post("/pull_weights", json=body(stream, 2)).json()
         assert (again["success"], again["outcome"]) == (True, "unchanged")
         assert metric(client, "gpusync_applied_version") == 2
-        assert metric(client, 'gpusync_update_seconds_count{stage="total"}') == 2
-        assert metric(client, 'gpusync_update_seconds_count{stage="materialize"}') >= 1
+        assert metric(client, 'gpusync_pull_seconds_count{stage="total"}') == 2
+        assert metric(client, 'gpusync_pull_seconds_count{stage="materialize"}') >= 1
         assert metric(client, "gpusync_read_bytes_total") == report["wire_bytes"] > 0
         assert metric(client, "gpusync_written_bytes_total") == report["written_bytes"] > 0
         assert metric(client, "gpusync_pulls_in_flight") == 0
@@ -122,7 +122,7 @@ def test_a_failed_pull_is_400_with_the_errors_values(stream: wire.Stream) -> Non
         assert document["success"] is False
         assert document["error"] == "SourceNotReadyError"
         assert isinstance(document["message"], str)
-        assert metric(client, 'gpusync_failures_total{error="SourceNotReadyError"}') == 1
+        assert metric(client, 'gpusync_failures_total{error="SourceNotReadyError",operation="pull"}') == 1
         assert metric(client, "gpusync_pulls_in_flight") == 0
         assert client.post("/pull_weights", json=body(stream, 1)).status_code == 200
 
@@ -151,7 +151,7 @@ def test_a_bug_is_500_in_the_same_shape(
         assert reply.status_code == 500
         assert reply.json()["success"] is False
         assert "secret detail" not in reply.text
-        assert metric(client, 'gpusync_failures_total{error="ZeroDivisionError"}') == 1
+        assert metric(client, 'gpusync_failures_total{error="ZeroDivisionError",operation="pull"}') == 1
 
 
 def test_a_long_pull_never_blocks_health_and_equal_pulls_are_one(stream: wire.Stream) -> None:
@@ -174,7 +174,7 @@ def test_a_long_pull_never_blocks_health_and_equal_pulls_are_one(stream: wire.St
         assert gate.calls == 1
         assert [document["outcome"] for document in documents] == ["applied"] * 4
         assert documents.count(documents[0]) == 4, "the same result goes to all"
-        assert metric(client, 'gpusync_update_seconds_count{stage="total"}') == 1
+        assert metric(client, 'gpusync_pull_seconds_count{stage="total"}') == 1
     driver.check_at(stream, 2)
 
 
