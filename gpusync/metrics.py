@@ -6,6 +6,7 @@ counts for itself: with several workers, each exports its own.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from prometheus_client import (
@@ -90,6 +91,8 @@ class Metrics:
         self._live_version = _gauge(
             registry, "live_version", "Version of the live model after the last update"
         )
+        for version in (self._applied_version, self._live_version):
+            version.set(math.nan)  # not known yet: 0 would be the base, far behind every other host
         self._change_lists = _gauge(
             registry, "change_list_bytes", "Memory of the last update's change lists"
         )

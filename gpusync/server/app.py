@@ -32,6 +32,7 @@ from starlette.routing import Route
 from gpusync.errors import FormatError, GpuSyncError
 from gpusync.format.jsontext import parse_json_object
 from gpusync.local.pull import pull
+from gpusync.metrics import CONTENT_TYPE, Metrics
 from gpusync.outcome import (
     StopFlag,
     Stopped,
@@ -41,7 +42,6 @@ from gpusync.outcome import (
 )
 from gpusync.published.hook import PreReadHook
 from gpusync.server.connections import BoundedProtocol
-from gpusync.metrics import CONTENT_TYPE, Metrics
 from gpusync.types import PullReport
 
 log = logging.getLogger(__name__)

@@ -235,14 +235,97 @@ def test_reliability_names_tests_that_exist(read: Any, repository: Path) -> None
             assert f"def {test}(" in source if test else "def test_" in source, (file, test)
 
 
-def test_metrics_table_equals_the_metrics(read: Any) -> None:
+def exported() -> str:
+    """What a process that pulls, updates and serves exports."""
     pytest.importorskip("prometheus_client", reason="the extra gpusync[server] is absent")
     from gpusync.metrics import Metrics
+    from gpusync.types import PullReport, StageTimes, UpdateReport
 
-    shown = re.findall(r"^# TYPE (\S+) (\w+)$", Metrics().render().decode(), re.MULTILINE)
+    metrics = Metrics()
+    metrics.count_in_flight(lambda: 0)
+    metrics.pulled(PullReport("applied", 0, 1, 1, stages=StageTimes({"swap": 1.0})))
+    paths = {"cpu": 1, "cuda": 1, "emulated": 1, "host_decode": 1}
+    metrics.updated(UpdateReport("applied", 0, 1, 1, tensors_by_path=paths))
+    for name in error_classes():
+        metrics.failed("pull", getattr(errors, name)("message"))
+    return metrics.render().decode()
+
+
+def test_metrics_table_equals_the_metrics(read: Any) -> None:
+    shown = re.findall(r"^# TYPE (\S+) (\w+)$", exported(), re.MULTILINE)
     expected = {name: kind for name, kind in shown if not name.endswith("_created")}
     rows = table(read("docs/OPERATIONS.md"), "## Metrics\n")
     assert {words(row[0])[0]: re.split(r"\W", row[1])[0] for row in rows} == expected
+
+
+def queries(read: Any, document: str) -> list[str]:
+    """Return the PromQL of a document."""
+    if document == "docs/OPERATIONS.md":
+        (rules,) = blocks(read(document), "yaml")
+        return re.findall(r"^ +expr: (.*)$", rules, re.MULTILINE)
+    board = json.loads(read(document))
+    asked = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    return [*asked, *(str(one["query"]) for one in board["templating"]["list"])]
+
+
+@pytest.mark.parametrize("document", ["docs/OPERATIONS.md", "docs/grafana.json"])
+def test_alerts_and_dashboard_ask_for_what_is_exported(document: str, read: Any) -> None:
+    samples = dict(re.findall(r"^(gpusync_\w+)(\{.*\})? ", exported(), re.MULTILINE))
+    asked = queries(read, document)
+    assert len(asked) >= 10
+    seen = set()
+    for query in asked:
+        assert all(query.count(begin) == query.count(end) for begin, end in ("()", "{}", "[]")), (
+            query
+        )
+        for name, selector in re.findall(r"(gpusync_\w+)(\{[^}]*\})?", query):
+            seen.add(re.sub("_(bucket|sum|count)$", "", name))
+            assert name in samples, f"{name} is not exported"
+            for label, value in re.findall(r'(\w+)=~?"([^"]*)"', selector):
+                if label == "instance":  # Prometheus adds it
+                    continue
+                for one in value.split("|"):
+                    assert f'{label}="{one}"' in exported(), (name, label, one)
+    if document == "docs/grafana.json":
+        named = {words(row[0])[0] for row in table(read("docs/OPERATIONS.md"), "## Metrics\n")}
+        assert seen == named, "the dashboard shows every metric"
+
+
+def test_log_lines_in_the_document_have_the_fields_that_are_logged(
+    read: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from tests import wire
+    from tests.driver import model_at, open_chain
+
+    stream = wire.Stream(tmp_path / "stream")
+    stream.delta()
+    with open_chain(stream, 1, checkpoint=stream.local) as chain:
+        caplog.set_level("INFO", "gpusync")
+        gpusync.apply_to_model(model_at(stream, 1 - 1), chain)
+
+    def shape(lines: list[str]) -> list[list[str]]:
+        return [re.findall(r"^\w+|(?<= )\w+(?==)", line) for line in lines]
+
+    (shown,) = [
+        text for text in blocks(read("docs/OPERATIONS.md"), "") if "update_committed" in text
+    ]
+    said = [line for line in caplog.messages if line.startswith(("update_committed", "pull_done"))]
+    assert shape(shown.splitlines()) == shape(said)
+
+
+def test_events_that_the_document_names_are_logged(read: Any, repository: Path) -> None:
+    code = "".join(path.read_text() for path in repository.glob("gpusync/**/*.py"))
+    rows = table(read("docs/OPERATIONS.md"), "Warnings:\n")
+    for row in rows:
+        (event,) = words(row[0])
+        assert f'"{event} ' in code or f'"{event}"' in code, event
+
+
+def test_every_error_has_its_line_for_the_night(read: Any) -> None:
+    rows = table(read("docs/OPERATIONS.md"), "## Each error at 3 a.m.\n")
+    named = {word for row in rows for word in words(row[0]) if word.endswith("Error")}
+    assert named == set(error_classes())
+    assert all(len(row) == 3 and all(row) for row in rows)
 
 
 def test_format_tables_list_the_fields_that_the_code_writes(read: Any) -> None:

@@ -20,9 +20,9 @@ httpx = pytest.importorskip("httpx", reason="httpx is not installed (extra dev)"
 pytest.importorskip("uvicorn", reason="uvicorn is not installed (extra server)")
 
 from gpusync import errors  # noqa: E402
+from gpusync.metrics import CONTENT_TYPE  # noqa: E402
 from gpusync.server import app as server  # noqa: E402
 from gpusync.server import connections  # noqa: E402
-from gpusync.metrics import CONTENT_TYPE  # noqa: E402
 from tests import wire  # noqa: E402
 from tests.unit.strategies import fixed  # noqa: E402
 from tests.unit.test_server import body, served, serving  # noqa: E402
