@@ -297,6 +297,18 @@ def exists(path: Path) -> bool:
     return True
 
 
+def make_durable_dir(path: Path) -> None:
+    """Make a folder and its parents; the names of those that are new are durable."""
+    new: list[Path] = []
+    folder = path
+    while not exists(folder):
+        new.append(folder)
+        folder = folder.parent
+    make_dir(path)
+    for folder in reversed(new):
+        fsync_dir(folder.parent)
+
+
 def remove_tree(path: Path) -> None:
     """Remove a folder of ours with everything in it. Links, its own name among them, are removed, never followed."""
     if not exists(path):

@@ -19,7 +19,7 @@ import errno
 import logging
 import platform
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -77,7 +77,7 @@ def publish_lock(source_dir: Path) -> Iterator[None]:
     VersionConflictError
         Another publisher of this host holds it.
     """
-    fsio.make_dir(source_dir)
+    fsio.make_durable_dir(source_dir)
     fd = fsio.open_lock_file(source_dir / _LOCK_NAME)
     try:
         if _try_lock(fd, source_dir):
@@ -86,7 +86,7 @@ def publish_lock(source_dir: Path) -> Iterator[None]:
                     fsio.remove_tree(source_dir / name)
         yield
     finally:
-        fsio.close(fd)
+        fsio.close_read(fd)
 
 
 def _try_lock(fd: int, source_dir: Path) -> bool:
@@ -161,24 +161,46 @@ class PendingVersion:
             fsio.close(fd)
         self.nbytes += offset
 
-    def copy_file(self, source: Path) -> Iterator[int]:
-        """Copy and fsync one file under its own name; yield the bytes done after each piece."""
-        source_fd = fsio.open_regular(source)
+    def copy_file(self, source: Path, report: Callable[[int], None]) -> None:
+        """Copy and fsync one file under its own name.
+
+        Parameters
+        ----------
+        report
+            Called with the bytes of each piece; if it raises, the copy ends.
+
+        Raises
+        ------
+        OSError
+            Reading or writing failed, or the file ended early or was rewritten meanwhile: no digest would tell.
+        """
+        origin = fsio.open_regular(source)
         try:
+            before = fsio.fstat(origin)
             fd = fsio.create(self._folder / source.name)
             try:
-                buffer = memoryview(bytearray(_COPY_NBYTES))
-                offset = 0
-                while count := fsio.pread_into(source_fd, buffer, offset):
-                    fsio.pwrite(fd, buffer[:count], offset)
-                    offset += count
-                    yield count
+                self._copy(origin, fd, before.st_size, report)
                 fsio.fsync(fd)
             finally:
                 fsio.close(fd)
+            after = fsio.fstat(origin)
+            if (after.st_size, after.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
+                raise OSError(errno.ESTALE, "rewritten while it was copied", str(source))
         finally:
-            fsio.close(source_fd)
-        self.nbytes += offset
+            fsio.close_read(origin)
+        self.nbytes += before.st_size
+
+    def _copy(self, origin: int, fd: int, nbytes: int, report: Callable[[int], None]) -> None:
+        buffer = memoryview(bytearray(min(_COPY_NBYTES, nbytes)))
+        done = 0
+        while done < nbytes:
+            piece = buffer[: nbytes - done]
+            got = fsio.pread_into(origin, piece, done)
+            if got < len(piece):
+                raise OSError(errno.EIO, f"ended {len(piece) - got} bytes early at {done + got}")
+            fsio.pwrite(fd, piece, done)
+            done += got
+            report(got)
 
     def rename_file(self, old: str, new: str) -> None:
         fsio.rename(self._folder / old, self._folder / new)

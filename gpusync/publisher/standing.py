@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,11 +16,12 @@ from gpusync.errors import (
     BaseMismatchError,
     ChainError,
     CheckpointError,
+    CheckpointIOError,
     SourceNotReadyError,
     VersionConflictError,
 )
 from gpusync.folder.files import OpenFiles
-from gpusync.folder.layout import Layout, read_layout
+from gpusync.folder.layout import Layout, is_unchanged, read_layout
 from gpusync.format.digest import new_hasher
 from gpusync.published.source import Source, SourceVersion
 from gpusync.publisher.diff import FileBytes
@@ -67,18 +68,39 @@ def open_newest(source: Source) -> SourceVersion | None:
     ------
     VersionConflictError
         It is not whole: another publisher is writing it, or died.
+    CheckpointIOError
+        It cannot be read.
     """
-    versions = source.visible_versions()
-    if not versions:
-        return None
-    newest = max(versions)
+    versions = _visible_versions(source)
+    return _open_version(source, max(versions)) if versions else None
+
+
+def _open_version(source: Source, version: int) -> SourceVersion:
     try:
-        return source.open_version(newest)
+        return source.open_version(version)
     except SourceNotReadyError as err:
-        raise VersionConflictError(
-            f"the newest version is not whole: another publisher is writing it, or died. {err.message}",
-            version=newest,
+        raise _reading_failed(err) or VersionConflictError(
+            f"a published version is not whole: another publisher is writing it, or died. {err.message}",
+            version=version,
         ) from err
+
+
+def _visible_versions(source: Source) -> Collection[int]:
+    try:
+        return source.visible_versions()
+    except SourceNotReadyError as err:
+        raise _reading_failed(err) or CheckpointError(err.message) from err
+
+
+def _reading_failed(err: SourceNotReadyError) -> CheckpointIOError | None:
+    """Return the publisher's error for a file that is there and cannot be read; None where something is missing.
+
+    A receiver waits for either. To a publisher only the second says something of what was published.
+    """
+    cause = err.__cause__
+    if not isinstance(cause, OSError) or isinstance(cause, FileNotFoundError):
+        return None
+    return CheckpointIOError(f"publishing failed: {err.message}", file=err.file, errno=cause.errno)
 
 
 def read_checkpoint(
@@ -96,9 +118,26 @@ def read_checkpoint(
     try:
         return read_layout(folder, files, settings, strict=strict)
     except SourceNotReadyError as err:
-        raise CheckpointError(
+        raise _reading_failed(err) or CheckpointError(
             f"{folder} is not a whole checkpoint: {err.message}", file=err.file, got=err.got
         ) from err
+
+
+def check_unchanged(layout: Layout) -> None:
+    """Check that a checkpoint's shards are still those that were validated.
+
+    Raises
+    ------
+    CheckpointError
+        One was replaced or rewritten, or cannot be looked at.
+    """
+    for name, shard in layout.shards.items():
+        try:
+            unchanged = is_unchanged(shard)
+        except SourceNotReadyError as err:
+            raise _reading_failed(err) or CheckpointError(err.message, file=name) from err
+        if not unchanged:
+            raise CheckpointError("a shard was rewritten while it was published", file=name)
 
 
 def check_same_tensors(base: Layout, new: Layout) -> None:
@@ -141,7 +180,7 @@ def resolve_run(
     found: SourceVersion | None = newest
     while found is not None and found.kind == "full":
         before = found.version - 1
-        found = source.open_version(before) if source.has_version(before) else None
+        found = _open_version(source, before) if before in _visible_versions(source) else None
     manifest = found.manifest if found is not None else None
     published = manifest.run_id if manifest is not None else recorded
     if asked is not None and published is not None and asked != published:
@@ -167,9 +206,9 @@ def published_digests(source: Source, newest: SourceVersion, base: Layout) -> Ma
     """
     found = newest
     while found.index is not None and not found.digests:
-        if not source.has_version(found.index.base_version):
+        if found.index.base_version not in _visible_versions(source):
             return {}
-        found = source.open_version(found.index.base_version)
+        found = _open_version(source, found.index.base_version)
     digests = found.digests
     if found.layout is not None:
         digests = digest_tensors(source.files, found.layout, source.settings)

@@ -88,7 +88,7 @@ class StateWriter:
         fsio.fsync_dir(self._folder.parent)
 
     def close(self) -> None:
-        fsio.close(self._fd)
+        fsio.close_read(self._fd)  # fsynced, or dropped
 
 
 class StateStore:
@@ -106,7 +106,7 @@ class StateStore:
     def record_run(self, run_id: str) -> None:
         """Make the run id durable."""
         if self.run_id != run_id:
-            fsio.make_dir(self._path)
+            fsio.make_durable_dir(self._path)
             fsio.write_json(self._path / _RUN_NAME, {"run_id": run_id}, durable=True)
 
     def find(self, version: int, fingerprint: str) -> PublisherState | None:
@@ -125,6 +125,7 @@ class StateStore:
 
     def begin(self, version: int, layout: Layout) -> StateWriter:
         """Start the state of the next version; whatever stood under its name goes."""
+        fsio.make_durable_dir(self._path)
         return StateWriter(self._folder(version), layout)
 
     def remove_others(self, version: int) -> None:

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from gpusync.errors import ChainError
@@ -20,7 +21,7 @@ from gpusync.publisher.publication import (
     pending_version,
     worker_threads,
 )
-from gpusync.publisher.standing import Base, read_checkpoint
+from gpusync.publisher.standing import Base, check_unchanged, read_checkpoint
 from gpusync.publisher.state import StateWriter
 from gpusync.types import (
     Manifest,
@@ -234,9 +235,11 @@ def write_full(
     ]
     report = _reporter(progress, sum(s.header.file_nbytes for s in layout.shards.values()))
     with pending_version(source.path, version) as pending:
-        for name in [*layout.shards, *side]:
-            for nbytes in pending.copy_file(checkpoint_dir / name):
-                report(nbytes if name in layout.shards else 0, name)
+        for name in layout.shards:
+            pending.copy_file(checkpoint_dir / name, partial(report, name=name))
+        check_unchanged(layout)
+        for name in side:
+            pending.copy_file(checkpoint_dir / name, lambda nbytes: None)
         if layout.index_raw is not None:
             pending.write_file(INDEX_NAME, [layout.index_raw])
         pending.publish()
@@ -254,7 +257,7 @@ def write_full(
     )
 
 
-def _reporter(progress: ProgressCallback | None, total_bytes: int) -> Callable[[int, str], None]:
+def _reporter(progress: ProgressCallback | None, total_bytes: int) -> Callable[..., None]:
     """Return a function that counts bytes up to the total and tells the caller's callback."""
     done_bytes = 0
 

@@ -8,7 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -79,11 +79,17 @@ class Victim:
 
         ``job="update"``: prepare, commit and finish an update of a module that holds the folder's tensors.
         """
+        paths = [str(local or stream.local), str(stream.base), str(stream.source), target]
+        return self.run(job, paths, options, **fault)
+
+    def run(
+        self, job: str, paths: Sequence[Any], options: Mapping[str, Any] | None = None, **fault: Any
+    ) -> Death:
+        """Do a job of ``tests.crash.victim`` in a fork, with one thread; die where ``fault`` says."""
         environment = {k: v for k, v in os.environ.items() if k.startswith("GPUSYNC_")}
-        folder = local or stream.local
         request = {
             "job": job,
-            "paths": [str(folder), str(stream.base), str(stream.source), target],
+            "paths": paths,
             "options": dict(options or {}),
             "environment": {"GPUSYNC_THREADS": "1", **environment},
             "fault": fault,

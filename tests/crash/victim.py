@@ -3,10 +3,12 @@
 It imports gpusync once and forks for every request, so that one kill costs milliseconds. Requests and answers are
 lines of JSON on its standard input and output.
 
-request  ``{"job": "pull" or "update", "paths": [local, base, source, target], "options": {...}, "environment": {...}, "fault": {...}}``
+request  ``{"job": "...", "paths": [...], "options": {...}, "environment": {...}, "fault": {...}}``
 answer   ``{"exit": code or -signal, "steps": [...], "operations": [...], "outcome": "...", "error": "...", "seconds": x}``
 
-An update prepares, commits and finishes one of a module that holds the local folder's tensors.
+Jobs: "pull" and "update", of the paths local, base, source and target; an update prepares, commits and finishes one of a
+module that holds the local folder's tensors. "publish" and "publish full", of the paths source, base, state and new
+checkpoint; "publish folders", of source, the checkpoint of the last version, and the new one.
 
 A fault is one of: ``{"step": n}``, die when that step is reached; ``{"operation": n}``, die before the n-th write
 operation; ``{"operation": n, "half": true}``, die within it, with half of its bytes written; ``{"rename": n}``, die
@@ -24,11 +26,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 import gpusync
 from gpusync import fsio
 from gpusync.local import advance, swap
 from gpusync.local import pull as disk
-from tests import live
+from tests import live, support
 
 STEP_USERS = (swap, advance, disk)
 
@@ -81,20 +85,46 @@ class Watch:
         return wrapper
 
 
+Job = Callable[[], str]
+
+
+def job_of(request: dict[str, Any]) -> Job:
+    """Return what is to be done, with everything made that is no part of it."""
+    kind, paths, options = request["job"], request["paths"], request["options"]
+    if kind == "update":
+        local, base, source, target = paths
+        model = live.model_from(Path(local))
+        return lambda: update(model, local, base, source, target, options)
+    if kind == "publish":
+        tensors = support.as_arrays(support.read_tensors(Path(paths[3])))
+        return lambda: str(publisher(paths, options).publish(tensors))
+    return {
+        "pull": lambda: gpusync.pull(*paths, **options).outcome,
+        "publish full": lambda: str(publisher(paths, options).publish_full(paths[3])),
+        "publish folders": lambda: str(publish_checkpoint(paths[1], paths[2], paths[0]).version),
+    }[kind]
+
+
+def publisher(paths: list[str], options: dict[str, Any]) -> gpusync.Publisher:
+    return gpusync.Publisher(paths[0], paths[1], state_dir=paths[2], **options)
+
+
+def update(
+    model: nn.Module, local: str, base: str, source: str, target: int, options: dict[str, Any]
+) -> str:
+    chain = gpusync.open_chain(source, target, checkpoint=local, base_dir=base)
+    prepared = gpusync.prepare(model, chain, device="cpu", **options)
+    prepared.commit()
+    return prepared.finish().outcome
+
+
 def child(request: dict[str, Any], notes: int) -> None:
     os.environ.update(request["environment"])
-    local, base, source, target = request["paths"]
-    model = live.model_from(Path(local)) if request["job"] == "update" else None
-    watch = Watch(request["fault"], Path(local), notes)
+    job = job_of(request)
+    watch = Watch(request["fault"], Path(request["paths"][0]), notes)
     watch.note("begun", time.monotonic())
     try:
-        if model is None:
-            outcome = gpusync.pull(local, base, source, target, **request["options"]).outcome
-        else:
-            chain = gpusync.open_chain(source, target, checkpoint=local, base_dir=base)
-            update = gpusync.prepare(model, chain, device="cpu", **request["options"])
-            update.commit()
-            outcome = update.finish().outcome
+        outcome = job()
         watch.note("ended", time.monotonic())
         watch.note("outcome", outcome)
     except gpusync.GpuSyncError as err:
@@ -134,7 +164,7 @@ def serve(request: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     # Resolves the names, and with them every import that the jobs need.
-    gpusync.pull, gpusync.open_chain, gpusync.prepare  # noqa: B018
+    gpusync.pull, gpusync.open_chain, gpusync.prepare, gpusync.Publisher  # noqa: B018
     for line in sys.stdin:
         print(json.dumps(serve(json.loads(line))), flush=True)
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import shutil
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
@@ -35,13 +37,11 @@ class Injector:
     Numbers count the calls that the fault fits. ``hits`` are the calls that failed, ``seen`` how many there were.
     """
 
-    def __init__(self, fault: Fault, scene: Scene, number: int, *, lasting: bool) -> None:
+    def __init__(self, fault: Fault, run: Run, number: int, *, lasting: bool) -> None:
         self._fault = fault
         self._number = number
         self._lasting = lasting
-        stream = scene.stream
-        self._source = (stream.source, stream.base)
-        self._local = (scene.local,)
+        self._folders = {"source": run.source, "local": run.local, "scratch": run.scratch}
         self._lock = threading.Lock()
         self._last: SystemCall | None = None
         self.seen = 0
@@ -63,13 +63,23 @@ class Injector:
     def _is_here(self, call: SystemCall) -> bool:
         if self._fault.where == "any":
             return True
-        return call.within(*(self._source if self._fault.where == "source" else self._local))
+        return call.within(*self._folders[self._fault.where])
 
 
 class Run(Protocol):
-    """One thing that gpusync does to a folder, again and again from the same start."""
+    """One thing that gpusync does to a folder, again and again from the same start.
 
-    scene: Scene
+    ``source`` are the folders that it reads, ``local`` those that it writes, ``scratch`` those of unlinked files.
+    """
+
+    @property
+    def source(self) -> tuple[Path, ...]: ...
+
+    @property
+    def local(self) -> tuple[Path, ...]: ...
+
+    @property
+    def scratch(self) -> tuple[Path, ...]: ...
 
     def begin(self) -> None:
         """Put everything where the run starts; no fault is met here."""
@@ -83,12 +93,38 @@ class Run(Protocol):
     def heal(self, when: str) -> None:
         """One more try, without a fault, and what must hold then."""
 
+    def right(self, fault: Fault, first: SystemCall, lasting: bool) -> tuple[type[Exception], ...]:
+        """Classes of the error that says who acts, where the run fails of this fault, met first at this call."""
+
 
 @dataclass
-class Pulled:
-    """A pull (or a seed): the folder's files are old or new, whole, and one more pull ends at the target."""
+class OnAScene:
+    """What the runs of a receiver have in common: a fault of the source, or of the local disk, says so."""
 
     scene: Scene
+
+    @property
+    def source(self) -> tuple[Path, ...]:
+        return self.scene.stream.source, self.scene.stream.base
+
+    @property
+    def local(self) -> tuple[Path, ...]:
+        return (self.scene.local,)
+
+    @property
+    def scratch(self) -> tuple[Path, ...]:
+        folders = (self.scene.local / ".weight_sync", Path(tempfile.gettempdir()))
+        return tuple(folder / "(scratch)" for folder in folders)
+
+    def right(self, fault: Fault, first: SystemCall, lasting: bool) -> tuple[type[Exception], ...]:
+        if lasting and fault.where == "any":
+            return CheckpointError, SourceNotReadyError
+        return (SourceNotReadyError if first.within(*self.source) else CheckpointError,)
+
+
+@dataclass
+class Pulled(OnAScene):
+    """A pull (or a seed): the folder's files are old or new, whole, and one more pull ends at the target."""
 
     def begin(self) -> None:
         self.scene.restore()
@@ -125,12 +161,15 @@ class Resumed(Pulled):
         copy_keeping_inodes(self._left, self.scene.local)
         self.scene.hide_versions()
 
+    def right(self, fault: Fault, first: SystemCall, lasting: bool) -> tuple[type[Exception], ...]:
+        right = super().right(fault, first, lasting)
+        # Damage, and nothing is published to heal it from.
+        return (*right, ChainError) if fault.name == "early end" else right
+
 
 @dataclass
-class Prepared:
+class Prepared(OnAScene):
     """``prepare`` and ``discard``: the live model and the folder are as before, whatever happened."""
-
-    scene: Scene
 
     def begin(self) -> None:
         self.scene.restore()
@@ -154,6 +193,11 @@ class Prepared:
         assert live.bytes_of(self._model) == stream.states[target], when
         check_new(self.scene, when)
         self.scene.check_nothing_is_left(when)
+
+    def right(self, fault: Fault, first: SystemCall, lasting: bool) -> tuple[type[Exception], ...]:
+        right = super().right(fault, first, lasting)
+        # A damaged folder cannot say what the model is.
+        return (*right, PlacementError) if fault.name == "early end" else right
 
 
 @dataclass
@@ -183,6 +227,9 @@ class Finished(Pulled):
             stands = wire.marker_version(self.scene.local)
             assert error.disk_version in (stands, None), f"{when}: {error!r}, and it is {stands}"
 
+    def right(self, fault: Fault, first: SystemCall, lasting: bool) -> tuple[type[Exception], ...]:
+        return (CheckpointError,)
+
 
 def check_new(scene: Scene, when: str) -> None:
     """The folder holds the target's files, and a marker that says so."""
@@ -210,7 +257,7 @@ def _problems(
     number = 0
     while True:
         run.begin()
-        injector = Injector(fault, run.scene, number, lasting=lasting)
+        injector = Injector(fault, run, number, lasting=lasting)
         before = count_of_descriptors()
         error, untyped = _act(run, injector)
         if not injector.hits:
@@ -255,21 +302,10 @@ def _wrong_class(
     error: GpuSyncError | None,
     lasting: bool,
 ) -> Iterator[str]:
-    """A fault of the source says that the source is not ready, one of the local disk that an operator must look at it."""
+    """The error is of a class that says who acts, and what can go on goes on."""
     if error is None:
         return
     if fault.name in RESUMED:
         yield f"{when}: {error!r}, and it should have gone on"
-    right: tuple[type[GpuSyncError], ...] = (CheckpointError,)
-    if isinstance(run, Prepared) and fault.name == "early end":
-        right = (CheckpointError, PlacementError)  # a damaged folder cannot say what the model is
-    if isinstance(run, Resumed) and fault.name == "early end":
-        right = (CheckpointError, ChainError)  # damage, and nothing is published to heal it from
-    if first.within(run.scene.stream.source, run.scene.stream.base):
-        right = (SourceNotReadyError,)
-    if isinstance(run, Finished):
-        right = (CheckpointError,)
-    elif lasting and fault.where == "any":
-        right = (CheckpointError, SourceNotReadyError)
-    if not isinstance(error, right):
+    if not isinstance(error, run.right(fault, first, lasting)):
         yield f"{when}: {error!r} is of the wrong class"
