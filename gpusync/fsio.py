@@ -236,6 +236,19 @@ def _uninterrupted(call: Callable[[], Result]) -> Result:
 # ---- composed of the operations above ---------------------------------------------------------------
 
 
+def pread_all(fd: int, buffer: memoryview, offset: int) -> None:
+    """Fill all of ``buffer`` from file position ``offset``.
+
+    Raises
+    ------
+    OSError
+        EIO where the file ended before: half of the bytes are not the bytes.
+    """
+    got = pread_into(fd, buffer, offset)
+    if got != len(buffer):
+        raise OSError(errno.EIO, f"ended {len(buffer) - got} bytes early at {offset + got}")
+
+
 def read_file(path: Path, max_bytes: int) -> bytes:
     """Return a regular file's bytes.
 
@@ -251,9 +264,7 @@ def read_file(path: Path, max_bytes: int) -> bytes:
         if nbytes > max_bytes:
             raise OSError(errno.EFBIG, f"{nbytes} bytes, over the cap of {max_bytes}", str(path))
         buffer = bytearray(nbytes)
-        got = pread_into(fd, memoryview(buffer), 0)
-        if got != nbytes:
-            raise OSError(errno.EIO, f"ended {nbytes - got} bytes early at {got}", str(path))
+        pread_all(fd, memoryview(buffer), 0)
         return bytes(buffer)
     finally:
         close_read(fd)

@@ -9,22 +9,23 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gpusync import fsio
 from gpusync.folder.files import FileStamp, OpenFiles
+from gpusync.folding.openblob import OpenBlob
+from gpusync.folding.scratch import ScratchFile
 from gpusync.format.digest import Hasher, new_hasher
-from gpusync.format.encodings import Layer, open_layer
 from gpusync.format.frames import MAX_WINDOW, WindowTooLargeError
 from gpusync.placement.regions import Region
-from gpusync.published.blobs import BlobFile, BlobSource, hold_digest, locate_blob
+from gpusync.published.blobs import BlobSource
 from gpusync.published.seeking import SeekingBlob, open_seeking
 from gpusync.types import Algorithm, Digest
 
@@ -39,6 +40,9 @@ _SHARED_WINDOW = 8 << 20
 _large_window = threading.Lock()
 _local = threading.local()
 
+
+Pieces = Generator[tuple[int, Bytes], None, None]
+"""Offset and bytes of a tensor's pieces, in order; a piece is void once the next one is asked for."""
 
 Wanted = Callable[[int, int], bool]
 """Whether the piece of a tensor from an offset on, of so many bytes, is of use to anyone."""
@@ -106,61 +110,6 @@ class NullSink:
         pass
 
 
-class _Feed:
-    """A blob's compressed bytes in order, for a decoder; digested where the publisher's manifest gives their digest.
-
-    The decoder keeps this object and nothing that leads back to the decoder: zstandard's reader takes no part in
-    garbage collection, and a cycle through it is never freed.
-    """
-
-    def __init__(self, blob: BlobFile) -> None:
-        self._blob = blob
-        self._position = 0
-        self._hasher: Hasher | None = new_hasher("xxh3-128") if blob.stated else None
-
-    def read(self, nbytes: int) -> bytes:
-        """Return up to ``nbytes`` next bytes, none at the end."""
-        piece = self._blob.read(self._position, min(nbytes, self._blob.nbytes - self._position))
-        self._position += len(piece)
-        if self._hasher is not None:
-            self._hasher.update(piece)
-        return piece
-
-    def check(self) -> None:
-        """Hold the digest of what was read against the manifest's."""
-        if self._hasher is not None:
-            hold_digest(self._blob, self._hasher)
-
-
-class _OpenBlob:
-    """A blob as a layer over its tensor."""
-
-    def __init__(
-        self, source: BlobSource, nbytes: int, max_window: int, spill: Callable[[], IO[bytes]]
-    ) -> None:
-        blob = locate_blob(source)
-        self._feed = _Feed(blob)
-        self._layer: Layer = open_layer(
-            blob.encoding,
-            self._feed.read,
-            blob_nbytes=blob.nbytes,
-            nbytes=nbytes,
-            max_window=max_window,
-            where=blob.where,
-            spill=spill,
-        )
-
-    def start(self, piece: Bytes, offset: int) -> None:
-        self._layer.start(piece, offset)
-
-    def apply(self, piece: Bytes, offset: int) -> None:
-        self._layer.apply(piece, offset)
-
-    def finish(self) -> None:
-        self._layer.finish()
-        self._feed.check()
-
-
 @dataclass(frozen=True)
 class Fold:
     """How to fold: piece size, threads that share the decoders, and where scratch files go.
@@ -206,14 +155,15 @@ class Fold:
         taken = _Taken(sink, tuple(algorithms), on_piece, nbytes)
         buffer = _piece_buffer(self.piece_bytes)
 
-        def passes(streams: int, max_window: int) -> Iterator[tuple[int, Bytes]]:
+        def passes(streams: int, max_window: int) -> Pieces:
             return self._passes(nbytes, origin, blobs, buffer, streams, max_window, wanted)
 
         try:
-            taken.take(passes(self._streams, _SHARED_WINDOW))
+            with contextlib.closing(passes(self._streams, _SHARED_WINDOW)) as pieces:
+                taken.take(pieces)
         except WindowTooLargeError:
-            with _large_window:
-                taken.take(passes(1, MAX_WINDOW))
+            with _large_window, contextlib.closing(passes(1, MAX_WINDOW)) as pieces:
+                taken.take(pieces)
         return taken.digests()
 
     def pieces(
@@ -244,17 +194,22 @@ class Fold:
         streams: int,
         max_window: int,
         wanted: Wanted | None = None,
-    ) -> Iterator[tuple[int, Bytes]]:
+    ) -> Pieces:
         groups = [blobs[i : i + streams] for i in range(0, len(blobs), streams)] or [[]]
         with contextlib.ExitStack() as stack:
             # Passes write the one and read the other in turn.
-            scratch = [stack.enter_context(self._scratch()) for _ in groups[1:3]]
+            scratch = [
+                stack.enter_context(contextlib.closing(ScratchFile(self.scratch_dir)))
+                for _ in groups[1:3]
+            ]
             for number, group in enumerate(groups[:-1]):
-                fd = scratch[number % 2].fileno()
-                pieces = self._one_pass(nbytes, origin, group, buffer, max_window, wanted)
-                for offset, piece in pieces:
-                    fsio.pwrite(fd, piece.data, offset)
-                origin = _ScratchOrigin(fd)
+                between = scratch[number % 2]
+                with contextlib.closing(
+                    self._one_pass(nbytes, origin, group, buffer, max_window, wanted)
+                ) as pieces:
+                    for offset, piece in pieces:
+                        between.write(piece, offset)
+                origin = between
             yield from self._one_pass(nbytes, origin, groups[-1], buffer, max_window, wanted)
 
     def _one_pass(
@@ -265,31 +220,44 @@ class Fold:
         buffer: Bytes,
         max_window: int,
         wanted: Wanted | None,
-    ) -> Iterator[tuple[int, Bytes]]:
-        layers: Sequence[_OpenBlob | SeekingBlob] | None = None
+    ) -> Pieces:
+        layers: Sequence[SeekingBlob] | None = None
         if wanted is not None:
             layers = open_seeking(blobs, nbytes, buffer.size, max_window)
         if layers is None:
-            layers, wanted = (
-                [_OpenBlob(blob, nbytes, max_window, self._scratch) for blob in blobs],
-                None,
-            )
-        for offset in range(0, nbytes, buffer.size):
-            piece = buffer[: min(buffer.size, nbytes - offset)]
-            if offset and wanted is not None and not wanted(offset, piece.size):
-                continue
-            if origin is not None:
-                origin.read_into(piece, offset)
-            else:
-                layers[0].start(piece, offset)
-            for layer in layers if origin is not None else layers[1:]:
-                layer.apply(piece, offset)
-            yield offset, piece
-        for layer in layers:
-            layer.finish()
+            with contextlib.ExitStack() as stack:
+                opened = [
+                    stack.enter_context(
+                        contextlib.closing(OpenBlob(blob, nbytes, max_window, self.scratch_dir))
+                    )
+                    for blob in blobs
+                ]
+                yield from _apply(opened, nbytes, origin, buffer, None)
+        else:
+            yield from _apply(layers, nbytes, origin, buffer, wanted)
 
-    def _scratch(self) -> IO[bytes]:
-        return fsio.scratch_file(self.scratch_dir)
+
+def _apply(
+    layers: Sequence[OpenBlob | SeekingBlob],
+    nbytes: int,
+    origin: Origin | None,
+    buffer: Bytes,
+    wanted: Wanted | None,
+) -> Pieces:
+    """Yield the tensor's pieces with the layers applied."""
+    for offset in range(0, nbytes, buffer.size):
+        piece = buffer[: min(buffer.size, nbytes - offset)]
+        if offset and wanted is not None and not wanted(offset, piece.size):
+            continue
+        if origin is not None:
+            origin.read_into(piece, offset)
+        else:
+            layers[0].start(piece, offset)
+        for layer in layers if origin is not None else layers[1:]:
+            layer.apply(piece, offset)
+        yield offset, piece
+    for layer in layers:
+        layer.finish()
 
 
 class _Taken:
@@ -324,14 +292,6 @@ class _Taken:
 
     def digests(self) -> dict[Algorithm, Digest]:
         return {algorithm: hasher.digest() for algorithm, hasher in self._hashers.items()}
-
-
-@dataclass(frozen=True)
-class _ScratchOrigin:
-    fd: int
-
-    def read_into(self, piece: Bytes, offset: int) -> None:
-        fsio.pread_into(self.fd, piece.data, offset)
 
 
 def run_parallel(

@@ -195,12 +195,10 @@ class PendingVersion:
         done = 0
         while done < nbytes:
             piece = buffer[: nbytes - done]
-            got = fsio.pread_into(origin, piece, done)
-            if got < len(piece):
-                raise OSError(errno.EIO, f"ended {len(piece) - got} bytes early at {done + got}")
+            fsio.pread_all(origin, piece, done)
             fsio.pwrite(fd, piece, done)
-            done += got
-            report(got)
+            done += len(piece)
+            report(len(piece))
 
     def rename_file(self, old: str, new: str) -> None:
         fsio.rename(self._folder / old, self._folder / new)

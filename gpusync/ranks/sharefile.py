@@ -83,7 +83,7 @@ class ShareFile:
         if self._file is not None:
             place = self._places[name, number] + offset
             with _failing_disk(name):
-                fsio.pread_into(self._file.fileno(), out.data, place)
+                fsio.pread_all(self._file.fileno(), out.data, place)
 
     def write(self, name: str, data: NDArray[np.generic], position: int) -> None:
         """Write bytes of a share of a tensor's at a position of the file.

@@ -32,6 +32,7 @@ import gpusync
 from gpusync import fsio
 from gpusync.local import advance, swap
 from gpusync.local import pull as disk
+from gpusync.publisher.publish import publish_checkpoint
 from tests import live, support
 
 STEP_USERS = (swap, advance, disk)

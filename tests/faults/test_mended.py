@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +12,36 @@ import pytest
 
 import gpusync
 from gpusync import fsio
-from gpusync.errors import CheckpointError, CheckpointIOError, GpuSyncError, SourceNotReadyError
+from gpusync.errors import (
+    BaseMismatchError,
+    CheckpointError,
+    CheckpointIOError,
+    GpuSyncError,
+    SourceNotReadyError,
+)
+from gpusync.publisher.publish import publish_checkpoint
 from tests import wire
 from tests.crash.harness import DELTA, SEED, Scenes, Victim, count_of_descriptors
 from tests.driver import model_at, open_chain, refused
 from tests.faults.campaign import check_new
 from tests.faults.layer import Real, System, SystemCall
+from tests.support import make_checkpoint, move_one_ulp, tiny_llama_tensors
 
 
-def failing(patch: pytest.MonkeyPatch, name: str, ends: str, *, times: int = 1) -> list[SystemCall]:
-    """The first calls of this name on a path that ends so fail with EIO."""
+def failing(
+    patch: pytest.MonkeyPatch, name: str, ends: str, *, times: int = 1, after: int = 0
+) -> list[SystemCall]:
+    """Calls of this name on a path that ends so fail with EIO: so many, after so many that do not."""
     hits: list[SystemCall] = []
+    seen = 0
 
     def script(call: SystemCall, real: Real) -> Any:
-        if call.name == name and str(call.path).endswith(ends) and len(hits) < times:
-            hits.append(call)
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        nonlocal seen
+        if call.name == name and str(call.path).endswith(ends):
+            seen += 1
+            if seen > after and len(hits) < times:
+                hits.append(call)
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
         return real(*call.arguments)
 
     System(patch, script)
@@ -242,3 +257,86 @@ def test_a_line_that_is_written_in_parts_is_appended_whole(tmp_path: Path) -> No
         fsio.append(tmp_path / "lines", b"the whole line\n")
         fsio.append(tmp_path / "lines", b"and the next\n")
     assert (tmp_path / "lines").read_bytes() == b"the whole line\nand the next\n"
+
+
+# ---- publishing ---------------------------------------------------------------------------------------
+
+
+def test_a_folder_that_cannot_be_listed_never_lets_a_wrong_base_pass(fast_path: Path) -> None:
+    """An empty delta has no digests, so the version before it is asked: one EIO used to mean that there is none."""
+    states = [tiny_llama_tensors(3)]
+    states.append(move_one_ulp(states[0], 0.1, seed=1))
+    folders = [make_checkpoint(fast_path / str(n), state) for n, state in enumerate(states)]
+    shared = fast_path / "s"
+    publish_checkpoint(folders[0], folders[1], shared)
+    publish_checkpoint(folders[1], folders[1], shared)
+    listings = _fail_at_every_listing(lambda: publish_checkpoint(folders[0], folders[1], shared))
+    assert listings > 3
+    with pytest.raises(BaseMismatchError):
+        publish_checkpoint(folders[0], folders[1], shared)
+
+
+def test_a_run_keeps_its_name_where_the_version_before_cannot_be_listed(fast_path: Path) -> None:
+    """After a full version the delta before it says the run: one EIO used to start a new one."""
+    base = make_checkpoint(fast_path / "base", tiny_llama_tensors(3))
+    shared = fast_path / "s"
+    first = publish_checkpoint(base, base, shared).run_id
+    publish_checkpoint(base, base, shared, full=True)
+    assert _fail_at_every_listing(lambda: publish_checkpoint(base, base, shared)) > 3
+    assert publish_checkpoint(base, base, shared).run_id == first
+
+
+def _fail_at_every_listing(publish: Callable[[], object]) -> int:
+    """Each listing of the shared folder, until the version is built, fails a publish; return how many there are."""
+    number = 0
+    while True:
+        with pytest.MonkeyPatch.context() as patch:
+            hits = failing(patch, "listdir", "/s", after=number)
+            try:
+                publish()
+            except CheckpointIOError:
+                assert hits
+            except BaseMismatchError:
+                return number
+            else:
+                assert not hits, f"listing {number} failed, and nobody noticed"
+                return number
+        number += 1
+
+
+@pytest.mark.parametrize("name", ["model-00001-of-00002.safetensors", "config.json"])
+def test_a_full_version_of_a_file_that_is_rewritten_meanwhile_is_not_published(
+    fast_path: Path, name: str
+) -> None:
+    """Full versions carry no digests, so nobody would have noticed."""
+    base = make_checkpoint(fast_path / "base", tiny_llama_tensors(3))
+    path, shared = base / name, fast_path / "s"
+    whole = path.read_bytes()
+    reads = 0
+
+    def script(call: SystemCall, real: Real) -> Any:
+        nonlocal reads
+        result = real(*call.arguments)
+        if call.name == "preadv" and call.path == path:
+            reads += 1
+            path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        System(patch, script)
+        with pytest.raises(CheckpointError, match="rewritten"):
+            publish_checkpoint(base, base, shared, full=True)
+    assert reads
+    assert not (shared / "weight_v000001").exists()
+    path.write_bytes(whole)
+    assert publish_checkpoint(base, base, shared, full=True).version == 1
+
+
+def test_a_publish_that_fails_leaves_nothing_open_while_its_error_is_kept(fast_path: Path) -> None:
+    base = make_checkpoint(fast_path / "base", tiny_llama_tensors(3))
+    opened = count_of_descriptors()
+    with pytest.MonkeyPatch.context() as patch:
+        failing(patch, "pwrite", "model-00001-of-00002.safetensors")
+        with pytest.raises(CheckpointIOError) as kept:
+            publish_checkpoint(base, base, fast_path / "s", full=True)
+    assert count_of_descriptors() <= opened, kept
