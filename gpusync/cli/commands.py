@@ -99,7 +99,12 @@ def demo(
         result = run_demo(megabytes, keep, progress)
     if not as_json:
         views.show_demo(result)
-    console.print_document(success_document("every comparison held", result.to_dict()))
+        if keep is not None:
+            console.print_line(
+                f"to look at it: gpusync inspect {keep / 'published'} --checkpoint {keep / 'local'}"
+            )
+    if as_json or not console.is_terminal():  # a script may read the last line; people need not
+        console.print_document(success_document("every comparison held", result.to_dict()))
     return 0
 
 

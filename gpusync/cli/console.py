@@ -34,6 +34,11 @@ _out = Console(
 _err = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
+def is_terminal() -> bool:
+    """Return whether a person looks at stdout."""
+    return sys.stdout.isatty()
+
+
 def print_document(document: dict[str, Any]) -> None:
     """Print one JSON document on one line of stdout."""
     sys.stdout.write(json.dumps(document, default=str) + "\n")

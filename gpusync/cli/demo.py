@@ -139,7 +139,7 @@ class _Lab:
 
 
 def _run(folder: Path, megabytes: int, progress: ProgressCallback) -> DemoResult:
-    base, source, local = folder / "base", folder / "source", folder / "local"
+    base, source, local = folder / "base", folder / "published", folder / "local"
     trainer = dict(make_state(megabytes))
     save_checkpoint(base, trainer)
     gpusync.pull(local, base, source, 0, progress=progress)

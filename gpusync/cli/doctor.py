@@ -15,6 +15,7 @@ from typing import Any
 
 import gpusync
 from gpusync import fsio
+from gpusync.cli.abilities import Ability, Cuda, find_abilities
 from gpusync.config import Settings
 from gpusync.folder.lock import lock_problem
 from gpusync.types import Report
@@ -28,6 +29,9 @@ _PACKAGES = {
     "blake3": ("blake3",),
     "cupy": ("cupy-cuda12x", "cupy-cuda13x", "cupy"),
     "nvcomp": ("nvidia-libnvcomp-cu12", "nvidia-libnvcomp-cu13"),
+    "prometheus-client": ("prometheus-client",),
+    "starlette": ("starlette",),
+    "uvicorn": ("uvicorn",),
 }
 _NETWORK_FILE_SYSTEMS = frozenset(
     {"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "ceph", "glusterfs", "9p", "beegfs"}
@@ -61,6 +65,8 @@ class Diagnosis(Report):
         "cuda" where a model on a GPU is updated there, else "cpu". A model on the CPU is updated on the CPU.
     why_not_more
         What is missing for the paths that cannot be taken: "cuda", and "emulated" for tests.
+    abilities
+        What works, and for the rest what is missing and how to install it.
     warnings
         What will hurt: a network file system under a lock, a lock that keeps nobody out, a missing digest package.
     """
@@ -78,6 +84,7 @@ class Diagnosis(Report):
     device: str
     why_not_more: tuple[str, ...]
     warnings: tuple[str, ...] = ()
+    abilities: tuple[Ability, ...] = ()
 
 
 def diagnose(folders: tuple[Path, ...]) -> Diagnosis:
@@ -111,6 +118,7 @@ def diagnose(folders: tuple[Path, ...]) -> Diagnosis:
         device="cpu" if missing else "cuda",
         why_not_more=(*missing, *_why_not_emulated()),
         warnings=_warnings(packages, found, memlock if gpus else None, settings),
+        abilities=find_abilities(packages, Cuda(_torch_major(), _driver_version(), gpu_problem)),
     )
 
 
@@ -165,6 +173,15 @@ def _gpus() -> tuple[tuple[str, ...], str | None]:
     except (ImportError, OSError, RuntimeError) as err:
         return (), f"torch cannot say: {err}"
     return names, None
+
+
+def _torch_major() -> str | None:
+    """Return the major version of the CUDA that torch was built for."""
+    try:
+        built = importlib.import_module("torch").version.cuda
+    except (ImportError, OSError):
+        return None
+    return str(built).partition(".")[0] if built else None
 
 
 def _driver_version() -> str | None:

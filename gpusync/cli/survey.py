@@ -62,7 +62,17 @@ class VersionRow:
 
 @dataclass(frozen=True)
 class Survey(Report):
-    """What ``survey`` found; ``newest_ready`` is the newest version that a pull could reach now."""
+    """What ``survey`` found.
+
+    Parameters
+    ----------
+    newest_ready
+        The newest version that a pull could reach now.
+    aggregate
+        The one delta from version 0 that stands for several, where the folder has a whole one.
+    model_bytes
+        Of all tensors of the checkpoint, where one was given.
+    """
 
     source_dir: str
     versions: tuple[VersionRow, ...]
@@ -71,6 +81,8 @@ class Survey(Report):
     seed_version: int | None
     newest_ready: int | None
     gaps: tuple[int, ...]
+    aggregate: VersionRow | None = None
+    model_bytes: int | None = None
 
 
 def survey(
@@ -110,6 +122,8 @@ def survey(
             _survey_version(source, version, layout, progress)
             for version in sorted(source.visible_versions())
         ]
+        found = source.open_aggregate()
+        aggregate = _describe(VersionRow(found.version), found, layout) if found else None
     applied = marker.marker.version if marker is not None and marker.marker is not None else None
     placed = _place(rows, applied)
     ready = [row.version for row in placed if row.state in ("applied", "ready", "seed")]
@@ -121,6 +135,8 @@ def survey(
         seed_version=next((row.version for row in placed if row.state == "seed"), None),
         newest_ready=max(ready, default=applied),
         gaps=_missing(rows),
+        aggregate=replace(aggregate, state="ready") if aggregate is not None else None,
+        model_bytes=layout.nbytes if layout is not None else None,
     )
 
 

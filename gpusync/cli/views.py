@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from textwrap import wrap
 from typing import TYPE_CHECKING
 
+from gpusync.cli.chart import chain_lines, ranges, summary_lines
 from gpusync.cli.console import human_bytes, print_line, print_table
 from gpusync.cli.doctor import Diagnosis
-from gpusync.cli.survey import Survey, VersionRow
+from gpusync.cli.survey import Survey
 from gpusync.outcome import describe_pull
 from gpusync.publisher.version_writer import PublishReport
 from gpusync.types import PullReport, StageTimes, VerifyReport
@@ -68,30 +70,26 @@ def show_survey(found: Survey) -> None:
     if not found.versions:
         print_line(f"no versions in {found.source_dir}")
         return
-    print_table(
-        found.source_dir,
-        (
-            "version",
-            "kind",
-            "encoding",
-            "tensors",
-            "bytes",
-            "ratio",
-            "frames/blob",
-            "most",
-            "state",
-        ),
-        [_version_cells(row) for row in found.versions],
-    )
+    print_line(found.source_dir)
+    for line in (*summary_lines(found), "", *chain_lines(found), ""):
+        print_line(line)
     for row in found.versions:
-        if row.problem is not None:
+        if row.state == "broken":
             print_line(f"version {row.version}: {row.problem}")
     if found.marker is not None:
-        print_line(f"checkpoint: marker {found.marker}, applied version {found.applied_version}")
+        stands_at = (
+            "at no version"
+            if found.applied_version is None
+            else f"at version {found.applied_version}"
+        )
+        print_line(f"local checkpoint: {stands_at}, marker {found.marker}")
     print_line(f"newest full version: {_or_none(found.seed_version)}")
     print_line(f"newest version that a pull reaches: {_or_none(found.newest_ready)}")
     if found.gaps:
-        print_line(f"missing versions: {', '.join(map(str, found.gaps))}")
+        print_line(f"missing versions: {ranges(found.gaps)}")
+    cut_off = [row.version for row in found.versions if row.state == "gap"]
+    if cut_off:
+        print_line(f"not reached, for what is missing or broken before them: {ranges(cut_off)}")
 
 
 def show_verify(report: VerifyReport, message: str) -> None:
@@ -110,26 +108,25 @@ def show_verify(report: VerifyReport, message: str) -> None:
 
 
 def show_diagnosis(found: Diagnosis) -> None:
-    """Print what this machine offers."""
+    """Print what this machine offers on one screen of 80 columns: what it has, what works, what to install."""
     memlock = "unlimited" if found.memlock_bytes is None else human_bytes(found.memlock_bytes)
-    rows: list[tuple[str, object]] = [
-        ("gpusync", found.gpusync),
-        ("python", found.python),
-        ("platform", found.platform),
-        *((name, version or "not installed") for name, version in found.packages.items()),
-        ("NVIDIA driver", found.driver or "none"),
-        ("GPUs", ", ".join(found.gpus) or "none"),
-        ("locked memory limit", memlock),
-        ("usable cores", found.cores),
-        *(
-            (folder.path, _folder_text(folder.file_system, folder.free_bytes))
-            for folder in found.folders
-        ),
-    ]
-    print_table("this machine", ("what", "found"), rows)
-    print_line(f"device that will be used: {found.device}")
-    for reason in found.why_not_more:
-        print_line(f"why not more: {reason}")
+    here = {name: version for name, version in found.packages.items() if version is not None}
+    print_line(f"gpusync {found.gpusync}, Python {found.python}, {found.platform}")
+    print_line(f"{found.cores} usable cores, locked memory: {memlock}")
+    print_line(f"NVIDIA driver: {found.driver or 'none'}; GPUs: {', '.join(found.gpus) or 'none'}")
+    for line in wrap(", ".join(f"{name} {version}" for name, version in here.items()), 78):
+        print_line(line)
+    for folder in found.folders:
+        print_line(f"{folder.path}: {_folder_text(folder.file_system, folder.free_bytes)}")
+    print_line("")
+    for ability in found.abilities:
+        print_line(f"{'no ' if ability.missing else 'yes':<5}{ability.name}")
+        if ability.missing:
+            print_line(f"     missing: {'; '.join(ability.missing)}")
+        if ability.install is not None:
+            print_line(f"     {ability.install}")
+    print_line("")
+    print_line(f"a model on a GPU is updated by: {found.device}")
     for warning in found.warnings:
         print_line(f"warning: {warning}")
 
@@ -182,21 +179,6 @@ def show_demo(result: DemoResult) -> None:
     print_line(
         f"every byte compared and equal: live model, full reload and trainer after each of {len(result.steps)} "
         "versions, and the healed host"
-    )
-
-
-def _version_cells(row: VersionRow) -> tuple[object, ...]:
-    frames = f"{row.frames / row.tensors:.1f}" if row.kind == "delta" and row.tensors else None
-    return (
-        row.version,
-        row.kind,
-        row.encoding,
-        row.tensors,
-        human_bytes(row.wire_bytes),
-        f"{row.ratio:.4f}" if row.ratio is not None else None,
-        frames,
-        row.max_frames_per_blob if frames is not None else None,
-        row.state,
     )
 
 

@@ -328,7 +328,7 @@ def test_warmup_of_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_doctor_shows_a_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", str(tmp_path)]) == 0
-    assert "why not more" in capsys.readouterr().out
+    assert "models on CUDA devices" in capsys.readouterr().out
     code, document = run_json(capsys, ["doctor", str(tmp_path)])
     assert (code, document["device"]) == (0, "cpu")
     assert document["folders"][0]["path"] == os.path.realpath(tmp_path)
@@ -349,9 +349,20 @@ def test_demo_verifies_and_ends_with_one_json_line(
     assert document["pause_seconds"] > 0
     assert document["reload_seconds"] > 0
     assert document["healed"]["to_version"] == 5
-    assert (kept / "source" / "weight_v000005").is_dir()
+    assert (kept / "published" / "weight_v000005").is_dir()
     code, document = run_json(capsys, ["demo", "--keep", str(kept)])
     assert code == 5, "a folder with something in it is refused"
+    shown = next(line for line in out.splitlines() if line.startswith("to look at it: gpusync "))
+    assert cli.main(shown.split()[5:]) == 0
+    assert "applied <- local" in capsys.readouterr().out
+
+
+def test_demo_at_a_terminal_ends_with_words(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert cli.main(["demo", "--megabytes", "2"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("every byte compared and equal")
 
 
 # ---- errors and signals ----------------------------------------------------------------------------------
