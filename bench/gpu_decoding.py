@@ -121,7 +121,7 @@ def cut_into_frames(content: Bytes, frame_nbytes: int) -> list[bytes]:
     pieces = [content[begin : begin + step] for begin in range(0, content.size, step)]
     with ThreadPoolExecutor() as pool:
         found = pool.map(lambda piece: compress_frames(piece, frame_nbytes), pieces)
-    return [frame for frames in found for frame in frames]
+    return [frame.data for frames in found for frame in frames]
 
 
 def cut_sizes(nbytes: int, frame_nbytes: int) -> list[int]:

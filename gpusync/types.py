@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-Encoding = Literal["xor", "overwrite", "xor_sparse"]
+Encoding = Literal["xor", "overwrite", "xor_sparse", "xor_rows"]
 Algorithm = Literal["xxh3-128", "blake3", "adler32"]
 Framing = Literal["seekable", "single"]
 
-ENCODINGS: tuple[Encoding, ...] = ("xor", "overwrite", "xor_sparse")
+ENCODINGS: tuple[Encoding, ...] = ("xor", "overwrite", "xor_sparse", "xor_rows")
 ALGORITHMS: tuple[Algorithm, ...] = ("xxh3-128", "blake3", "adler32")
 
 

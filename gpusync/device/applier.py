@@ -370,9 +370,9 @@ _locks_lock = threading.Lock()
 
 def _layer_of(blob: BlobSource, found: BlobMap) -> LayerPlan:
     encoding = blob.delta.index.encoding if blob.delta.index is not None else "xor"
-    if encoding == "xor":
-        return FramesLayer(blob, found)
-    return PayloadLayer(blob, found, encoding)
+    if encoding == "overwrite" or encoding == "xor_sparse":
+        return PayloadLayer(blob, found, encoding)
+    return FramesLayer(blob, found)
 
 
 def _map_of(part: Slice) -> RegionMap:

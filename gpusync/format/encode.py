@@ -1,6 +1,7 @@
 """From two versions of a tensor's bytes to a delta payload, and from a payload to a zstd blob.
 
-Pure: arrays and bytes in, arrays and bytes out. The three payload layouts are those of the published format:
+Pure: arrays and bytes in, arrays and bytes out. Three payload layouts are those of the published format (the fourth,
+xor_rows, is encode_rows.py's):
 
 ========== ==================================================================================
 xor        as long as the tensor: old XOR new
@@ -146,13 +147,22 @@ def compress_single(payload: Buffer, level: int = 1) -> bytes:
     return _trimmed(new_compressor(level).compress(payload))
 
 
-def compress_frames(payload: Bytes, frame_bytes: int, level: int = 1) -> list[bytes]:
+@dataclass(frozen=True, slots=True)
+class EncodedFrame:
+    """A zstd frame, and the size of its content."""
+
+    data: bytes
+    content_nbytes: int
+
+
+def compress_frames(payload: Bytes, frame_bytes: int, level: int = 1) -> list[EncodedFrame]:
     """Return the payload as independent frames of ``frame_bytes`` each, the last one shorter."""
     compress = new_compressor(level).compress
-    return [
-        _trimmed(compress(payload.data[begin : begin + frame_bytes]))
+    pieces = [
+        payload[begin : begin + frame_bytes]
         for begin in range(0, max(payload.size, 1), frame_bytes)
     ]
+    return [EncodedFrame(_trimmed(compress(piece.data)), piece.size) for piece in pieces]
 
 
 def _trimmed(frame: bytes) -> bytes:
@@ -160,20 +170,22 @@ def _trimmed(frame: bytes) -> bytes:
     return memoryview(frame).tobytes()
 
 
-def build_seek_table(frames: Sequence[bytes], frame_bytes: int, content_nbytes: int) -> bytes:
+def build_seek_table(frames: Sequence[EncodedFrame]) -> bytes:
     """Return the skippable frame that closes a blob in the Zstandard Seekable Format.
 
     Entries are (compressed size, content size) as u32, without checksums; the footer is the count, a descriptor
     byte of 0, and the magic (facebook/zstd, contrib/seekable_format).
     """
-    sizes = np.empty((len(frames), 2), "<u4")
-    sizes[:, 0] = [len(frame) for frame in frames]
-    sizes[:, 1] = frame_bytes
-    sizes[-1, 1] = content_nbytes - (len(frames) - 1) * frame_bytes
+    sizes = np.array([(len(frame.data), frame.content_nbytes) for frame in frames], "<u4")
     footer = struct.pack("<IBI", len(frames), 0, SEEKABLE_MAGIC)
     return (
         struct.pack("<II", SEEK_TABLE_MAGIC, sizes.nbytes + len(footer)) + sizes.tobytes() + footer
     )
+
+
+def join_frames(frames: Sequence[EncodedFrame]) -> bytes:
+    """Return a blob of frames and their seek table."""
+    return b"".join([*(frame.data for frame in frames), build_seek_table(frames)])
 
 
 def compress_seekable(payload: Buffer, frame_bytes: int, level: int = 1) -> bytes:
@@ -181,6 +193,4 @@ def compress_seekable(payload: Buffer, frame_bytes: int, level: int = 1) -> byte
 
     Readers that cross frames decode it as one stream; others stop after the first frame.
     """
-    content = np.frombuffer(payload, np.uint8)
-    frames = compress_frames(content, frame_bytes, level)
-    return b"".join([*frames, build_seek_table(frames, frame_bytes, content.size)])
+    return join_frames(compress_frames(np.frombuffer(payload, np.uint8), frame_bytes, level))

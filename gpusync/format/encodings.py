@@ -1,7 +1,8 @@
-"""Payloads of the three encodings, applied to a tensor piece by piece.
+"""Payloads of all encodings, applied to a tensor piece by piece.
 
-xor streams: one buffer is decoded, XORed in and used again. overwrite and xor_sparse name positions: the whole
-payload is read and judged first, so nothing of the tensor changes under a payload that breaks a rule.
+xor streams: one buffer is decoded, XORed in and used again. xor_rows streams band by band (rows.py). overwrite and
+xor_sparse name positions: the whole payload is read and judged first, so nothing of the tensor changes under a payload
+that breaks a rule.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 from gpusync import fsio
 from gpusync.errors import OutOfScratchError
 from gpusync.format.frames import BlobReader, ReadBytes, Where
+from gpusync.format.rows import RowsLayer, most_payload_nbytes
 from gpusync.types import Encoding
 
 SPARSE_MEMORY_BYTES = 4 << 20
@@ -90,8 +92,8 @@ def open_layer(
     Raises
     ------
     FrameFormatError
-        The blob or the payload breaks a rule. A sparse payload has been judged in full when this returns; an xor
-        payload's frames are judged as they come, at the latest by ``finish``.
+        The blob or the payload breaks a rule. A sparse payload has been judged in full when this returns; the frames
+        of xor and the records of xor_rows are judged as they come, at the latest by ``finish``.
     OutOfScratchError
         A payload is over ``SPARSE_MEMORY_BYTES`` and ``spill`` is None.
     """
@@ -101,6 +103,16 @@ def open_layer(
                 read, nbytes=blob_nbytes, content_nbytes=nbytes, max_window=max_window, where=where
             )
         )
+    if encoding == "xor_rows":
+        rows = BlobReader(
+            read,
+            nbytes=blob_nbytes,
+            content_nbytes=None,
+            content_cap=most_payload_nbytes(nbytes),
+            max_window=max_window,
+            where=where,
+        )
+        return RowsLayer(rows, nbytes, where)
     form = _OVERWRITE if encoding == "overwrite" else _XOR_SPARSE
     if form is _OVERWRITE and nbytes > _MAX_OVERWRITE_NBYTES:
         raise where.refused(

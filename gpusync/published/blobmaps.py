@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpusync.format.frames import SEEK_TABLE_FOOTER_MAGIC, SEEK_TABLE_FRAME_MAGIC, FrameWalker
+from gpusync.format.rows import least_payload_nbytes, most_payload_nbytes
 from gpusync.published.blobs import BlobFile, BlobSource, locate_blob
 from gpusync.types import Encoding, Frame
 
@@ -121,6 +122,8 @@ def read_blob_map(
     blob = locate_blob(source)
     if untrusted and blob.stated is None:
         return "an untrusted source, and no manifest gives the blob's digest"
+    if blob.encoding == "xor_rows":
+        return "xor_rows is decoded by the host"
     needs = _needs_of(blob.encoding, tensor_nbytes)
     found = _map_by_headers(blob, needs) if tensor_nbytes else None
     if found is None:
@@ -146,6 +149,8 @@ class _Needs:
 def _needs_of(encoding: Encoding, tensor_nbytes: int) -> _Needs:
     if encoding == "xor":
         return _Needs(tensor_nbytes, tensor_nbytes)
+    if encoding == "xor_rows":
+        return _Needs(least_payload_nbytes(tensor_nbytes), most_payload_nbytes(tensor_nbytes))
     width = 4 if encoding == "overwrite" else 8  # bytes of the count, and of a position
     return _Needs(width, width + tensor_nbytes * (width + 1))
 

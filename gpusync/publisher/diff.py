@@ -25,14 +25,17 @@ from gpusync.format.digest import digest_of, new_hasher
 from gpusync.format.encode import (
     Bytes,
     Changes,
-    build_seek_table,
+    EncodedFrame,
     build_sparse_payload,
     check_overwrite_nbytes,
     compress_frames,
     compress_single,
     find_changes,
+    join_frames,
     new_compressor,
 )
+from gpusync.format.encode_rows import encode_rows
+from gpusync.format.rows import BAND_NBYTES
 from gpusync.types import Algorithm, Digest, Encoding, Framing
 
 IN_FLIGHT_NBYTES = 64 << 20
@@ -85,8 +88,17 @@ class DeltaOptions:
 
     @property
     def block_nbytes(self) -> int:
-        """Bytes of a block: whole frames."""
+        """Bytes of a block: whole frames, or one band of xor_rows."""
+        if self.encoding == "xor_rows":
+            return BAND_NBYTES
         return max(1, _BLOCK_NBYTES // self.frame_bytes) * self.frame_bytes
+
+    @property
+    def blob_framing(self) -> Framing:
+        """How blobs are framed: that of xor is the caller's choice, that of the others their encoding's."""
+        if self.encoding == "xor":
+            return self.framing
+        return "seekable" if self.encoding == "xor_rows" else "single"
 
     @property
     def is_stream(self) -> bool:
@@ -145,7 +157,7 @@ class TensorDiff:
         self._old_digest = old_digest
         self._old_hasher = new_hasher(old_digest.algorithm) if old_digest is not None else None
         self._blocks = -(-nbytes // options.block_nbytes)
-        self._parts: list[list[bytes] | Changes | None] = [None] * self._blocks
+        self._parts: list[list[EncodedFrame] | bytes | Changes | None] = [None] * self._blocks
         self._changed = False
         self._turnstile = _Turnstile()
         self._left = 0
@@ -183,11 +195,11 @@ class TensorDiff:
             for number in range(first, last):
                 delta, new = self._read(number)
                 if stream is not None:
-                    self._parts[number] = [stream.compress(delta.data)]
+                    self._parts[number] = stream.compress(delta.data)
                 else:
                     self._parts[number] = self._encode(delta, new, number)
             if stream is not None and self._changed:
-                self._parts.append([stream.flush()])
+                self._parts.append(stream.flush())
             with self._lock:
                 self._left -= 1
                 is_last = self._left == 0
@@ -216,8 +228,10 @@ class TensorDiff:
             self._changed = True
         return delta, new
 
-    def _encode(self, delta: Bytes, new: Bytes, number: int) -> list[bytes] | Changes:
+    def _encode(self, delta: Bytes, new: Bytes, number: int) -> list[EncodedFrame] | Changes:
         options = self._options
+        if options.encoding == "xor_rows":
+            return encode_rows(delta)
         if options.encoding == "xor":
             return compress_frames(delta, options.frame_bytes)
         return find_changes(delta, new, number * options.block_nbytes, options.encoding)
@@ -238,13 +252,14 @@ class TensorDiff:
 
     def _build_blob(self) -> bytes:
         options = self._options
-        if options.encoding != "xor":
-            changes = [part for part in self._parts if isinstance(part, Changes)]
-            return compress_single(build_sparse_payload(options.encoding, changes))
-        frames = [frame for part in self._parts if isinstance(part, list) for frame in part]
-        if not options.is_stream:
-            frames.append(build_seek_table(frames, options.frame_bytes, self.nbytes))
-        return b"".join(frames)
+        if options.blob_framing == "seekable":
+            return join_frames(
+                [frame for part in self._parts if isinstance(part, list) for frame in part]
+            )
+        if options.is_stream:
+            return b"".join(part for part in self._parts if isinstance(part, bytes))
+        changes = [part for part in self._parts if isinstance(part, Changes)]
+        return compress_single(build_sparse_payload(options.encoding, changes))
 
 
 def diff_tensors(diffs: Iterable[TensorDiff], pool: Executor) -> Iterator[TensorDelta]:

@@ -284,12 +284,13 @@ def publish_checkpoint(
     source_dir
         Shared folder that receivers read; made if it is not there.
     encoding
-        "xor", "overwrite" or "xor_sparse".
+        "xor", "overwrite", "xor_sparse" or "xor_rows": the densest where few elements change; only gpusync reads it.
     checksum
         "xxh3-128", "blake3" or "adler32".
     framing
         "seekable": xor payloads in independent frames of ``frame_bytes`` with a seek table; "single": one frame, for
-        receivers that stop after the first. Sparse payloads are always one frame.
+        receivers that stop after the first. overwrite and xor_sparse are always one frame, xor_rows one per 1 MiB of
+        a tensor.
     frame_bytes
         Tensor bytes per frame, 64 KiB to 1 MiB.
     full

@@ -99,9 +99,8 @@ class DeltaWriter:
         """Take one tensor's result; unchanged tensors are no part of a delta."""
         if delta.blob is None:
             return
-        framing = self._options.framing if self._options.encoding == "xor" else "single"
         self._manifest[delta.name] = ManifestEntry(
-            delta.blob_digest, entry.nbytes, entry.dtype, entry.shape, framing
+            delta.blob_digest, entry.nbytes, entry.dtype, entry.shape, self._options.blob_framing
         )
         self._blobs.append((delta, delta.blob))
         self._held_nbytes += len(delta.blob)
@@ -205,7 +204,7 @@ def write_delta(
         wire_bytes=pending.nbytes,
         encoding=options.encoding,
         checksum=options.algorithm,
-        framing=options.framing,
+        framing=options.blob_framing,
         seconds=time.monotonic() - start,
     )
 

@@ -261,7 +261,7 @@ def test_500_shards_of_20_tensors_take_few_descriptors_and_little_memory(
 # ---- memory -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("encoding", ["xor", "overwrite", "xor_sparse"])
+@pytest.mark.parametrize("encoding", ["xor", "overwrite", "xor_sparse", "xor_rows"])
 def test_update_after_update_takes_no_more_memory(fast_path: Path, encoding: str) -> None:
     """What a pull takes it gives back: blobs, their decoders and windows do not pile up in a host that lives on."""
     layout = tuple(wire.Row("model.safetensors", f"t{n}", "U8", (MIB,), MIB) for n in range(16))

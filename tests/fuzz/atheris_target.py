@@ -33,11 +33,12 @@ import safetensors
 import zstandard
 
 from tests.fuzz import mutations
+from tests.reference import xor_rows
 
 MEMORY_CAP = 768 << 20
 _MAX_TEXT = 8192
 _WHERE = frames.Where(version=7, file="m.safetensors", tensor="t", offset=1000)
-_ENCODINGS = ("xor", "overwrite", "xor_sparse")
+_ENCODINGS = ("xor", "overwrite", "xor_sparse", "xor_rows")
 
 
 class WrongError(AssertionError):
@@ -154,7 +155,12 @@ def fuzz_payload(data: bytes) -> None:
     """u8 encoding, u8 tensor size, u8 piece, then a payload: the format read byte by byte must agree."""
     if len(data) < 3:
         return
-    encoding, nbytes, piece, payload = _ENCODINGS[data[0] % 3], data[1], data[2] or 1, data[3:]
+    encoding, nbytes, piece, payload = (
+        _ENCODINGS[data[0] % len(_ENCODINGS)],
+        data[1],
+        data[2] or 1,
+        data[3:],
+    )
     old = bytes(range(nbytes))
     blob = zstandard.ZstdCompressor(level=1).compress(payload)
     expected = _interpret(encoding, payload, old)
@@ -181,6 +187,12 @@ def fuzz_payload(data: bytes) -> None:
 def _interpret(encoding: str, payload: bytes, old: bytes) -> bytes | None:
     if encoding == "xor":
         return bytes(a ^ b for a, b in zip(old, payload)) if len(payload) == len(old) else None  # noqa: B905
+    if encoding == "xor_rows":
+        try:
+            delta = xor_rows.decode(payload, len(old))
+        except xor_rows.Broken:
+            return None
+        return bytes(a ^ b for a, b in zip(old, delta, strict=True))
     width = 4 if encoding == "overwrite" else 8
     count = int.from_bytes(payload[:width], "little")
     if len(payload) < width or len(payload) != width + count * (width + 1):

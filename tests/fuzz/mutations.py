@@ -52,7 +52,7 @@ NUMBERS = (
 )
 TEXTS = (
     "", "a", "../x", "/abs", "a/b", "..", ".", "\0", "C:\\x", "\u2044", "\uff0f", "a\u0300\u0323" * 9, "\ud800", "\udcff",
-    "000007", "7", "-1", "\u0663", "1_0", " 7", "xor", "overwrite", "xor_sparse", "zstd", "xxh3-128", "blake3", "adler32",
+    "000007", "7", "-1", "\u0663", "1_0", " 7", "xor", "overwrite", "xor_sparse", "xor_rows", "zstd", "xxh3-128", "blake3", "adler32",
     "__metadata__", "delta_encoding", "version", "base_version", "weight_map", "metadata", "gpusync_manifest", "U8", "BF16",
     "F4", "F6_E2M3", "model.safetensors", "model-00001-of-00002.safetensors", "x.safetensors", "0" * 32, "f" * 8, "e" * 64,
     "n" * 300, "n" * 5000, "\U0001f600",

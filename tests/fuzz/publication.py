@@ -254,7 +254,17 @@ def bend_metadata(pub: Publication, random: Random) -> None:
         metadata[key] = random.choice((0, 1, 2, 3, 2**63, -1, 1.5, True, None, [], {}, "2", "1"))
     elif kind == 2:
         metadata[key] = random.choice(
-            ("xor", "overwrite", "xor_sparse", "zstd", "xxh3-128", "blake3", "adler32", "lz4")
+            (
+                "xor",
+                "overwrite",
+                "xor_sparse",
+                "xor_rows",
+                "zstd",
+                "xxh3-128",
+                "blake3",
+                "adler32",
+                "lz4",
+            )
         )
     else:
         metadata[key] = random.choice(mutations.TEXTS)

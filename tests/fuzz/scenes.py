@@ -125,6 +125,7 @@ PUBLISHED: dict[str, tuple[Callable[[wire.Stream], None], int | None]] = {
     "xor": (_deltas(), 1),
     "overwrite": (_deltas(encoding="overwrite", checksum="adler32"), 1),
     "sparse": (_deltas(encoding="xor_sparse", checksum="blake3"), 1),
+    "rows": (_deltas(encoding="xor_rows"), 1),
     "publisher": (_by_publisher, 1),
     "seed": (_by_publisher, None),
     "full": (_full(single=False), 1),

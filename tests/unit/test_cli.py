@@ -271,7 +271,7 @@ def test_verify_exits_with_4_until_repaired(
     driver.check_at(stream, 1)
 
 
-@pytest.mark.parametrize("encoding", ["xor", "overwrite", "xor_sparse"])
+@pytest.mark.parametrize("encoding", ["xor", "overwrite", "xor_sparse", "xor_rows"])
 def test_publish_then_pull_gives_the_new_checkpoint(
     stream: wire.Stream, tmp_path: Path, capsys: pytest.CaptureFixture[str], encoding: str
 ) -> None:

@@ -141,5 +141,7 @@ def test_readers_that_cross_frames_read_a_seekable_blob_as_one_stream(nbytes: in
 def test_frames_and_table_joined_are_the_seekable_blob() -> None:
     payload = np.zeros(5 * FRAME + 3, np.uint8)
     frames = compress_frames(payload, FRAME)
-    table = build_seek_table(frames, FRAME, payload.size)
-    assert b"".join([*frames, table]) == compress_seekable(payload.data, FRAME)
+    table = build_seek_table(frames)
+    assert b"".join([*(frame.data for frame in frames), table]) == compress_seekable(
+        payload.data, FRAME
+    )

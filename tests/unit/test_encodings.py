@@ -20,6 +20,7 @@ from gpusync.errors import FrameFormatError, OutOfScratchError, SourceNotReadyEr
 from gpusync.format.encodings import SPARSE_MEMORY_BYTES, Layer, open_layer
 from gpusync.format.frames import MAX_WINDOW, Where, WindowTooLargeError
 from gpusync.types import ENCODINGS, Encoding
+from tests.reference import xor_rows
 from tests.unit.strategies import (
     RLE,
     SIZES,
@@ -45,6 +46,8 @@ def payload_of(
     delta = before ^ after
     if encoding == "xor":
         return delta.tobytes()
+    if encoding == "xor_rows":
+        return b"".join(xor_rows.encode(delta.tobytes()))
     positions = np.flatnonzero(delta)
     positions = positions if order is None else order(positions)
     count, kind = ("<I", "<u4") if encoding == "overwrite" else ("<Q", "<u8")
@@ -463,6 +466,12 @@ def interpret(encoding: Encoding, payload: bytes, old: bytes) -> bytes | None:
     if encoding == "xor":
         same = len(payload) == len(old)
         return bytes(a ^ b for a, b in zip(old, payload, strict=True)) if same else None
+    if encoding == "xor_rows":
+        try:
+            delta = xor_rows.decode(payload, len(old))
+        except xor_rows.Broken:
+            return None
+        return bytes(a ^ b for a, b in zip(old, delta, strict=True))
     width = 4 if encoding == "overwrite" else 8
     if len(payload) < width:
         return None

@@ -146,7 +146,7 @@ def test_delta_index() -> None:
     assert parse_index(text(), file="i.json") == DeltaIndex(7, 6, "xor", "xxh3-128", {"a": SHARD})
 
 
-@pytest.mark.parametrize("encoding", ["xor", "overwrite", "xor_sparse"])
+@pytest.mark.parametrize("encoding", ["xor", "overwrite", "xor_sparse", "xor_rows"])
 @pytest.mark.parametrize("algorithm", ["xxh3-128", "blake3", "adler32"])
 def test_every_known_encoding_and_checksum_is_taken(encoding: str, algorithm: str) -> None:
     data = text({**METADATA, "delta_encoding": encoding, "checksum_format": algorithm})

@@ -251,6 +251,8 @@ def test_i3_foreign_frames_are_checked_before_they_are_used(stream: wire.Stream,
         ("xor", bytes(64 << 20)),
         ("overwrite", struct.pack("<I", 4096) + bytes(64 << 20)),
         ("xor_sparse", struct.pack("<Q", 4096) + bytes(64 << 20)),
+        ("xor_rows", b"\1" + bytes(64 << 20)),
+        ("xor_rows", b"\0" + b"\xff" * 16 + bytes(64 << 20)),
     ],
     ids=[
         "count 2^32",
@@ -259,6 +261,8 @@ def test_i3_foreign_frames_are_checked_before_they_are_used(stream: wire.Stream,
         "64 MiB xor",
         "64 MiB overwrite",
         "64 MiB sparse",
+        "64 MiB of words",
+        "64 MiB of rows",
     ],
 )
 def test_i3_foreign_payloads_are_checked_before_they_are_used(
@@ -377,21 +381,21 @@ def test_i4_a_republished_version_below_a_live_model_is_noticed_without_a_folder
 
 def test_i5_same_bytes_everywhere(stream: wire.Stream) -> None:
     """Disk, live module, one by one and folded, every encoding: the same bytes as the writer's own."""
-    for encoding in ("xor", "overwrite", "xor_sparse"):
+    for encoding in ("xor", "overwrite", "xor_sparse", "xor_rows"):
         stream.delta(("a.weight", "d.weight", "s.scale", "o.byte", "b.lut"), encoding=encoding)
     stream.full()
     stream.delta()
     one_by_one, folded = model_at(stream, 1), model_at(stream, 1)
-    straight = open_chain(stream, 6)
+    straight = open_chain(stream, 7)
     gpusync.apply_to_model(folded, straight, device="cpu", write_back="none")
-    for version in range(2, 7):
+    for version in range(2, 8):
         update(stream, one_by_one, version)
         assert live.bytes_of(one_by_one) == stream.states[version]
         check_at(stream, version)
-    assert live.bytes_of(folded) == stream.states[6]
+    assert live.bytes_of(folded) == stream.states[7]
     fresh = stream.root / "fresh"
-    gpusync.pull(fresh, stream.base, stream.source, 6)
-    check_at(stream, 6, fresh)
+    gpusync.pull(fresh, stream.base, stream.source, 7)
+    check_at(stream, 7, fresh)
 
 
 def test_i6_bounded_memory(stream: wire.Stream, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,7 +85,7 @@ def open_version(source_dir: Path, version: int) -> Any:
 
 
 @pytest.mark.parametrize("framing", ("seekable", "single"))
-@pytest.mark.parametrize("encoding", ("xor", "overwrite", "xor_sparse"))
+@pytest.mark.parametrize("encoding", ("xor", "overwrite", "xor_sparse", "xor_rows"))
 def test_published_versions_rebuild_every_step(tmp_path: Path, encoding: str, framing: str) -> None:
     base_dir, source_dir, states = make_stream(tmp_path, 3, encoding=encoding, framing=framing)
     tensors = read_tensors(base_dir)

@@ -53,7 +53,7 @@ def check_equal(model: Model, state: wire.State, kind: str = "swap") -> None:
     assert live.bytes_of(model) == live.bytes_of(loaded_model(state, relaying.PURE[kind]))
 
 
-@pytest.mark.parametrize("encoding", ["xor", "overwrite", "xor_sparse"])
+@pytest.mark.parametrize("encoding", ["xor", "overwrite", "xor_sparse", "xor_rows"])
 @pytest.mark.parametrize("kind", relaying.PURE)
 def test_updates_equal_a_fresh_load(stream: wire.Stream, kind: str, encoding: str) -> None:
     model, relayout, report = attached(stream, kind)

@@ -124,7 +124,7 @@ def loaded(state: wire.State, shard: tuple[int, int], device: str = "cpu") -> Sh
     return model.to("cuda") if device == "cuda" else model
 
 
-@pytest.fixture(params=["xor", "overwrite", "xor_sparse"])
+@pytest.fixture(params=["xor", "overwrite", "xor_sparse", "xor_rows"])
 def stream(request: pytest.FixtureRequest, tmp_path: Path) -> wire.Stream:
     made = wire.Stream(tmp_path / "stream", ROWS)
     for checksum in ("xxh3-128", "blake3"):
