@@ -212,7 +212,7 @@ ALARM_SECONDS = 20
 @cache
 def sites() -> tuple[Site, ...]:
     """Find every wait in the modules of an update."""
-    folder = Path(devices.__file__).parent / "device"
+    folder = Path(gpusync.__file__).parent / "device"
     found: list[Site] = []
     for path in sorted(folder.glob("*.py")):
         for function in ast.walk(ast.parse(path.read_text())):
