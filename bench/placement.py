@@ -125,7 +125,7 @@ def _peak_bytes() -> int:
 
 def main() -> None:
     args, sizes = parse_args("Trace and proof of a model with many tensors.", FULL, SMOKE)
-    layers = max(1, sizes.model_nbytes // (3 + 3 * _EXPERTS))
+    layers = -(-sizes.model_nbytes // (3 + 3 * _EXPERTS))
     with workspace(args.temp_dir) as root:
         machine = machine_info(root)
         write_checkpoint(root / "base", layers)
