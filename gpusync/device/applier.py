@@ -175,12 +175,13 @@ class _Preparation:
         with _decoding(self._runtime):
             self._distrust = nvcomp_is_trusted(self._runtime, self._nvcomp)
             self._engine.synchronize(Wait.HOST_FOR_ENGINE)
-            return self._prepare()
+            with self._runtime.marked("prepare"):
+                return self._prepare()
 
     def _prepare(self) -> PreparedPart:
         empty = [tensor for tensor in self._work.tensors if not tensor.nbytes]
         planned = self._destinations()
-        with self._clock.stage("dry_pass"):
+        with self._clock.stage("dry_pass"), self._runtime.marked("dry_pass"):
             doubtful = {to.tensor.name: to.tensor for to in planned if to.needs_proof}
             proven = prove_on_host(
                 [*empty, *doubtful.values()], self._runtime, self._fold, self._work

@@ -148,7 +148,8 @@ class Pipeline:
         buffers = BatchBuffers(
             slot.delta.data_ptr(), slot.input.data_ptr(), scratch.output.data_ptr()
         )
-        self._feeder.feed(batch, slot.input, self._copy)
+        with self._runtime.marked("feed"):
+            self._feeder.feed(batch, slot.input, self._copy)
         block = TableBlock()
         rounds = [plan_round(batch, number, buffers, block) for number in range(batch.rounds)]
         guards = block.add(np.array(scratch.guards, np.uint64))
@@ -158,13 +159,15 @@ class Pipeline:
             self._decode.wait(slot.listed, Wait.DECODE_FOR_APPLY)
         base = slot.tables.data_ptr()
         begin = self._decode.record()
-        for number, tables in enumerate(rounds):
-            self._run_round(batch, number, tables, listing.tiles, slot, base + guards)
+        with self._runtime.marked("decode"):
+            for number, tables in enumerate(rounds):
+                self._run_round(batch, number, tables, listing.tiles, slot, base + guards)
         decoded = self._decode.record()
         self._timed("decode", begin, decoded, sum(tables.decoded_nbytes for tables in rounds))
         self._apply.wait(decoded, Wait.APPLY_FOR_DECODE)
         begin = self._apply.record()
-        counted = listing.queue_digest(self._apply, scratch)
+        with self._runtime.marked("digest"):
+            counted = listing.queue_digest(self._apply, scratch)
         self._timed("digest", begin, counted, batch.region_nbytes)
         return listing
 
@@ -225,12 +228,14 @@ class Pipeline:
         _GateShut
             Something before it failed.
         """
-        count = listing.read_count()
+        with self._runtime.marked("count"):
+            count = listing.read_count()
         if count is None:
             raise _GateShut
         begin = self._apply.record()
         if count:
-            segment = listing.queue_list(self._apply, self._lists, count, self._scratch.unlike)
+            with self._runtime.marked("list"):
+                segment = listing.queue_list(self._apply, self._lists, count, self._scratch.unlike)
             self._segments.append(segment)
         listing.slot.listed = self._apply.record()
         self._timed("list", begin, listing.slot.listed, ENTRY_NBYTES * count)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol
 
 import torch
@@ -150,6 +151,9 @@ class Runtime(Protocol):
         ModelPoisonedError
             The device is lost.
         """
+
+    def marked(self, stage: str) -> AbstractContextManager[None]:
+        """Return a block whose work a profiler shows as ``gpusync.<stage>``: what this host thread queues or waits for."""
 
     def enter_thread(self) -> None:
         """Prepare the calling host thread: its device is current, and an engine's graph capture does not mind it."""

@@ -179,7 +179,8 @@ class DeviceChanges:
 
     def check(self) -> None:
         try:
-            self._check()
+            with self._runtime.marked("check"):
+                self._check()
         except BaseException:
             with contextlib.suppress(GpuSyncError):
                 self._stream.synchronize()  # the tables may go now
@@ -201,13 +202,14 @@ class DeviceChanges:
             )
 
     def store(self) -> None:
-        try:
-            launch_store(self._stream, self._lists)
-        except DeviceError as err:  # it was not launched; of anything else, nobody can say
-            raise DeviceError(
-                "committing failed before anything was stored; prepare again"
-            ) from err
-        self._wait_for_store("committing failed on the device")
+        with self._runtime.marked("store"):
+            try:
+                launch_store(self._stream, self._lists)
+            except DeviceError as err:  # it was not launched; of anything else, nobody can say
+                raise DeviceError(
+                    "committing failed before anything was stored; prepare again"
+                ) from err
+            self._wait_for_store("committing failed on the device")
 
     def take_back(self) -> None:
         try:

@@ -6,6 +6,7 @@ import ctypes
 import os
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Literal
@@ -181,6 +182,10 @@ class EmulatedRuntime:
             self._queues.drain()
             self._scratch.settle()
             self._pinned.settle()
+
+    def marked(self, stage: str) -> AbstractContextManager[None]:
+        """Note the stage in :attr:`ledger`."""
+        return self.ledger.marked(stage)
 
     def enter_thread(self) -> None:
         """Do nothing: every thread may use host memory."""

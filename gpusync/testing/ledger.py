@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,6 +26,9 @@ class Ledger:
 
     def __init__(self) -> None:
         self.operations: Counter[str] = Counter()
+        self.stages: deque[tuple[str, ...]] = deque(maxlen=10_000)
+        """Stages that were marked, as they began, each behind those that its thread was in."""
+        self._open = threading.local()
         self._faults: list[_Fault] = []
         self._lock = threading.Lock()
 
@@ -31,6 +36,18 @@ class Ledger:
         """Plan an error for the ``number``-th operation of a kind from now, and with ``lasting`` for all after it."""
         with self._lock:
             self._faults.append(_Fault(kind, number, error, lasting))
+
+    @contextmanager
+    def marked(self, stage: str) -> Iterator[None]:
+        """Note a stage; it ends with the block."""
+        around: tuple[str, ...] = getattr(self._open, "stages", ())
+        self._open.stages = (*around, stage)
+        with self._lock:
+            self.stages.append(self._open.stages)
+        try:
+            yield
+        finally:
+            self._open.stages = around
 
     def count(self, kind: Kind, kernel: str | None = None) -> None:
         """Count an operation, and the kernel that it launches; raise what has been planned for it."""

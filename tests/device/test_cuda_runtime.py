@@ -206,3 +206,14 @@ def test_what_keeps_kernels_from_being_built(
     device.error = error
     with pytest.raises(expected, match=str(error)[:5]):
         runtime.stream().launch("gs_one", 1, [])
+
+
+def test_marked_stages_are_nvtx_ranges_and_end_with_their_block(
+    runtime: CudaRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", said.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: said.append("pop"))
+    with pytest.raises(KeyError), runtime.marked("prepare"), runtime.marked("decode"):
+        raise KeyError
+    assert said == ["gpusync.prepare", "gpusync.decode", "pop", "pop"]
