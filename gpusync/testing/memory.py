@@ -128,7 +128,9 @@ class Arena:
 
     def holds(self, address: int) -> bool:
         """Return whether an address lies in memory that was handed out."""
-        return any(begin <= address < end for begin, end in list(self._spans.items()))
+        # Of numbers that exist already: making pairs could begin a collection, and that takes spans out meanwhile.
+        begins = list(self._spans)
+        return any(begin <= address < self._spans.get(begin, begin) for begin in begins)
 
     def settle(self) -> None:
         """Let go of what was given back while work was queued. The queues are empty."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from gpusync.testing import (
     emulated_runtime,
     sanitizer_environment,
 )
+from gpusync.testing.memory import Arena
 from tests.device.support import download, upload, zeros
 
 pytestmark = pytest.mark.usefixtures("needs_compiler")
@@ -577,3 +579,24 @@ def test_a_planted_overrun_is_found(repository: Path, planted: str, report: str)
     assert done.returncode != 0
     assert report in done.stderr
     assert "kernels_of_the_test.cu" in done.stderr
+
+
+def test_memory_that_a_collection_gives_back_meanwhile_does_not_disturb_a_look_for_an_address() -> (
+    None
+):
+    arena = Arena("device", None, lambda: False)
+    held = arena.take(16)
+    thresholds = gc.get_threshold()
+    gc.disable()
+    try:
+        for _ in range(200):
+            cycle: list[object] = [arena.take(16)]
+            cycle.append(cycle)
+        gc.set_threshold(
+            gc.get_count()[0] + 60
+        )  # in the middle of what a look over 201 spans makes
+        gc.enable()
+        assert arena.holds(held.data_ptr() + 15)
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.enable()
