@@ -592,11 +592,11 @@ def test_memory_that_a_collection_gives_back_meanwhile_does_not_disturb_a_look_f
         for _ in range(200):
             cycle: list[object] = [arena.take(16)]
             cycle.append(cycle)
-        gc.set_threshold(
-            gc.get_count()[0] + 60
-        )  # in the middle of what a look over 201 spans makes
+        kept = [(object(), number) for number in range(5000)]  # no tuple is left to be used again
+        gc.set_threshold(gc.get_count()[0] + 60)  # amid what a look over 201 spans makes
         gc.enable()
         assert arena.holds(held.data_ptr() + 15)
+        assert len(kept) == 5000
     finally:
         gc.set_threshold(*thresholds)
         gc.enable()
