@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import xxhash
 import zstandard
-from common import read_header
+from common import map_tensors, read_header
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 
@@ -40,7 +40,7 @@ def pull(local_dir: Path, source_dir: Path, version: int) -> None:
     """Patch the local checkpoint in place, from ``version - 1`` to ``version``."""
     folder = source_dir / f"weight_v{version:06d}"
     weight_map: dict[str, str] = json.loads((folder / _INDEX).read_bytes())["weight_map"]
-    targets = _map_tensors(local_dir)
+    targets = map_tensors(local_dir, "r+")
     shards = {file: (folder / file).read_bytes() for file in sorted(set(weight_map.values()))}
     headers = {file: read_header(folder / file) for file in shards}
 
@@ -67,19 +67,6 @@ def reload(module: torch.nn.Module, local_dir: Path) -> None:
         for path in sorted(local_dir.glob("*.safetensors")):
             for name, tensor in load_file(path).items():
                 parameters[name].copy_(tensor)
-
-
-def _map_tensors(local_dir: Path) -> dict[str, NDArray[np.uint8]]:
-    """Return tensor -> writable shared map of its bytes."""
-    tensors = {}
-    for path in sorted(local_dir.glob("*.safetensors")):
-        start, rows = read_header(path)
-        data = np.asarray(np.memmap(path, dtype=np.uint8, mode="r+"))
-        for name, row in rows.items():
-            if name != "__metadata__":
-                begin, end = row["data_offsets"]
-                tensors[name] = data[start + begin : start + end]
-    return tensors
 
 
 def _xor_into(target: NDArray[np.uint8], blob: memoryview) -> str:

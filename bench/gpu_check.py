@@ -16,7 +16,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common import machine_info, publish_result, table
 from gpu_apply import run_apply
 from gpu_engine import run_graphs
 from gpu_frames import run_decoding, run_odd_frames
@@ -25,6 +24,8 @@ from gpu_lab import Task
 from gpu_machine import run_machine
 from gpu_outside import run_sanitizer, run_tests
 from gpu_rates import run_decode_rates, run_kernels
+from report import machine_info, publish_result
+from tables import table
 
 _RESULTS = Path(__file__).with_name("results")
 _LAST_SECONDS = 5.0  # for printing and writing

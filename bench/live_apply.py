@@ -2,41 +2,27 @@
 
 Three modules of the same parameters are kept: ours without a checkpoint (``write_back="none"``), ours that keeps
 its checkpoint durably (``write_back="sync"``), and the baseline's. Opening the chain is counted in our total. The
-pause is ``commit``; the baseline's pause is its reload. The floor of a pause is measured beside them: the same share of
-the words of the same parameters read and written back XORed, at as many random places, without any check.
+pause is ``commit``; the baseline's pause is its reload. Floors are measured beside them. Of prepare: the same blobs
+decoded, as many bytes digested and XORed, each alone. Of the pause: the same share of the words of the same parameters
+read and written back XORed, at as many random places, without any check. And a copy by torch of all parameters, which
+is the least that a reload is.
 """
 
 from __future__ import annotations
 
-import json
 import statistics
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import baseline
+import floors
 import numpy as np
 import torch
 import xxhash
-from common import (
-    Case,
-    Parts,
-    Sizes,
-    Target,
-    check_digests,
-    machine_info,
-    parse_args,
-    publish_result,
-    ratios,
-    ratios_table,
-    run_rounds,
-    settle,
-    spread,
-    targets_table,
-    warm,
-    workspace,
-)
+from common import Sizes, check_digests, parse_args, settle, warm, workspace
 from numpy.typing import NDArray
+from report import Section, Target, machine_info, publish_sections
+from rounds import Case, Parts, run_rounds
 from safetensors.torch import load_file
 from stream import Stream, make_stream
 
@@ -70,32 +56,65 @@ def build_module(checkpoint_dir: Path) -> torch.nn.Module:
 def digests_of_module(module: torch.nn.Module) -> dict[str, str]:
     """Return parameter -> xxh3-128 hex of its bytes."""
     return {
-        name: xxhash.xxh3_128_hexdigest(parameter.detach().view(torch.int16).numpy())
+        name: xxhash.xxh3_128_hexdigest(_bytes_of(parameter))
         for name, parameter in module.named_parameters()
     }
 
 
-class _Floor:
-    """The least that a pause does: gather words at random places, and scatter them changed, on as many threads."""
+def _bytes_of(parameter: torch.nn.Parameter) -> floors.Bytes:
+    return parameter.detach().reshape(-1).view(torch.int16).numpy().view(np.uint8)
+
+
+class _Floors:
+    """The floors of prepare and of the pause, on as many threads as ours."""
 
     _PART = 4096
 
     def __init__(self, module: torch.nn.Module, density: float) -> None:
         rng = np.random.default_rng(0)
-        self._workers = Settings.from_env().workers
+        self._settings = Settings.from_env()
+        self._parameters = list(module.parameters())
+        self._copies = [torch.ones_like(parameter) for parameter in self._parameters]  # faulted in
+        self._arrays = floors.largest_first(map(_bytes_of, self._parameters))
         self._parts = []
-        for parameter in module.parameters():
-            words = parameter.detach().reshape(-1).view(torch.int16).numpy().view(np.uint16)
+        for array in self._arrays:
+            words = array.view(np.uint16)
             places = np.flatnonzero(rng.random(words.size, np.float32) < density).astype(np.uint32)
             for at in range(0, places.size, self._PART):
                 self._parts.append((words, places[at : at + self._PART]))
 
-    def run(self) -> None:
-        """Change every word under the places; a second time changes them back."""
-        with ThreadPoolExecutor(self._workers) as pool:
-            step = -(-len(self._parts) // (4 * self._workers))
-            runs = [self._parts[at : at + step] for at in range(0, len(self._parts), step)]
-            list(pool.map(self._change, runs))
+    def prepare(self, version_dir: Path) -> Parts:
+        """Decode a version's blobs; digest the parameters; XOR them with a buffer: one after the other."""
+        threads, step = self._settings.workers, self._settings.piece_bytes
+        parts = Parts()
+        with parts.timed("decode"):
+            floors.decode(floors.read_blobs(version_dir), threads, step)
+        with parts.timed("xxh3"):
+            floors.xxh3(self._arrays, threads)
+        with parts.timed("XOR"):
+            floors.xor(self._arrays, threads, step)
+        return parts
+
+    def pause(self) -> Parts:
+        """Change every word under the places, and change them back outside the clock."""
+        parts = Parts()
+        with parts.timed("gather + scatter"):
+            self._scatter()
+        self._scatter()
+        return parts
+
+    def copy(self) -> Parts:
+        """Copy all parameters by torch."""
+        parts = Parts()
+        with parts.timed("torch copy"), torch.no_grad():
+            for copied, parameter in zip(self._copies, self._parameters, strict=True):
+                copied.copy_(parameter)
+        return parts
+
+    def _scatter(self) -> None:
+        step = -(-len(self._parts) // (4 * self._settings.workers))
+        runs = [self._parts[at : at + step] for at in range(0, len(self._parts), step)]
+        floors.in_threads(self._change, runs, self._settings.workers)
 
     @staticmethod
     def _change(parts: list[tuple[NDArray[np.uint16], NDArray[np.uint32]]]) -> None:
@@ -116,7 +135,7 @@ class _Live:
         baseline.seed(self.locals["live"], stream.base_dir)
         gpusync.pull(self.locals["live durable"], stream.base_dir, self.source, 0)
         gpusync.attach(self.modules["live"], self.locals["live"], version=0)
-        self.floor = _Floor(self.modules["live"], density)
+        self.floors = _Floors(self.modules["live"], density)
         gpusync.attach(self.modules["live durable"], self.locals["live durable"], version=0)
 
     def cases(self) -> dict[str, Case]:
@@ -124,15 +143,10 @@ class _Live:
             "live": self._live,
             "live durable": self._durable,
             "baseline": self._baseline,
-            "floor": self._floor,
+            "floor of prepare": lambda r: self.floors.prepare(self.source / f"weight_v{r + 1:06d}"),
+            "floor of the pause": lambda _: self.floors.pause(),
+            "floor of a reload": lambda _: self.floors.copy(),
         }
-
-    def _floor(self, number: int) -> Parts:
-        parts = Parts()
-        with parts.timed("gather + scatter"):
-            self.floor.run()
-        self.floor.run()  # as it was
-        return parts
 
     def _live(self, number: int) -> Parts:
         return self._update("live", number, checkpoint=None, write_back="none")
@@ -165,10 +179,10 @@ class _Live:
         return parts
 
     def before(self, name: str, number: int) -> None:
-        if name not in self.locals:
-            return
-        settle(self.locals[name])
-        warm(self.locals[name], self.stream.base_dir, self.source / f"weight_v{number + 1:06d}")
+        warm(self.source / f"weight_v{number + 1:06d}")
+        if name in self.locals:
+            settle(self.locals[name])
+            warm(self.locals[name], self.stream.base_dir)
 
     def check(self, name: str, number: int) -> None:
         if name not in self.locals:
@@ -209,44 +223,28 @@ def main() -> None:
         live = _Live(root, stream, sizes.density)
         timings = run_rounds(live.cases(), sizes.rounds, before=live.before, check=live.check)
         reports = live.report_values()
-    seconds = timings.seconds
     pairs = {
-        "pause / reload": ratios(seconds["live.commit"], seconds["baseline.reload"]),
-        "open + prepare + commit / (pull + reload)": ratios(seconds["live"], seconds["baseline"]),
-        "pause / floor": ratios(seconds["live.commit"], seconds["floor.gather + scatter"]),
-        "floor / reload": ratios(seconds["floor.gather + scatter"], seconds["baseline.reload"]),
-        "durable pause / reload": ratios(
-            seconds["live durable.commit"], seconds["baseline.reload"]
-        ),
-        "durable, all / (pull + reload)": ratios(seconds["live durable"], seconds["baseline"]),
+        "pause / reload": timings.ratio("live.commit", "baseline.reload"),
+        "open + prepare + commit / (pull + reload)": timings.ratio("live", "baseline"),
+        "prepare / (decode + xxh3 + XOR)": timings.ratio("live.prepare", "floor of prepare"),
+        "pause / floor": timings.ratio("live.commit", "floor of the pause"),
+        "pause / torch copy": timings.ratio("live.commit", "floor of a reload"),
+        "floor of the pause / reload": timings.ratio("floor of the pause", "baseline.reload"),
+        "durable pause / reload": timings.ratio("live durable.commit", "baseline.reload"),
+        "durable, all / (pull + reload)": timings.ratio("live durable", "baseline"),
     }
-    medians = {name: spread(values)["median"] for name, values in pairs.items()}
+    section = Section("one version", timings, pairs, {"our reports": reports})
     targets = [
-        Target("pause / reload", medians["pause / reload"], 0.3),
-        Target(
-            "prepare + commit / (pull + reload)",
-            medians["open + prepare + commit / (pull + reload)"],
-            1.0,
-        ),
+        Target(name, section.median(name), limit)
+        for name, limit in (
+            ("pause / reload", 0.3),
+            ("open + prepare + commit / (pull + reload)", 1.0),
+            ("prepare / (decode + xxh3 + XOR)", 1.3),
+        )
     ]
-    document = {
-        "sizes": vars(sizes),
-        "stream": stream.to_dict(),
-        "exclusions": _EXCLUSIONS,
-        **timings.to_dict(),
-        "ratios": {name: spread(values) for name, values in pairs.items()},
-        "reports": reports,
-        "targets": [target.to_dict() for target in targets],
-    }
-    tables = [
-        timings.table(),
-        ratios_table(pairs),
-        "Our reports: " + json.dumps(reports),
-        "## Targets",
-        targets_table(targets),
-        f"Excluded: {_EXCLUSIONS}.",
-    ]
-    publish_result("live_apply", args, machine, document, tables)
+    publish_sections(
+        "live_apply", args, machine, sizes, [section], targets, _EXCLUSIONS, stream.to_dict()
+    )
 
 
 if __name__ == "__main__":

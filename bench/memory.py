@@ -14,20 +14,10 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from common import (
-    CheckError,
-    Sizes,
-    Target,
-    check_digests,
-    digests_of_checkpoint,
-    machine_info,
-    parse_args,
-    publish_result,
-    table,
-    targets_table,
-    workspace,
-)
+from common import CheckError, Sizes, check_digests, digests_of_checkpoint, parse_args, workspace
+from report import Target, machine_info, publish_result, targets_table
 from stream import Stream, make_stream
+from tables import table
 
 FULL = Sizes(model_nbytes=2_000_000_000, density=0.01, rounds=1)
 SMOKE = Sizes(model_nbytes=24_000_000, density=0.01, rounds=1)

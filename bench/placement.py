@@ -14,18 +14,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
-from common import (
-    Sizes,
-    Target,
-    machine_info,
-    parse_args,
-    publish_result,
-    table,
-    targets_table,
-    workspace,
-)
+from common import Sizes, parse_args, workspace
+from report import Target, machine_info, publish_result, targets_table
 from safetensors import safe_open
 from safetensors.torch import save_file
+from tables import table
 from torch import nn
 
 FULL = Sizes(model_nbytes=20_000, density=0.0, rounds=1)  # tensors, not bytes

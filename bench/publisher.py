@@ -20,23 +20,16 @@ import xxhash
 import zstandard
 from common import (
     CheckError,
-    Parts,
     Sizes,
-    Target,
     check_digests,
     digests_of_checkpoint,
-    machine_info,
     parse_args,
-    publish_result,
-    ratios,
-    ratios_table,
-    run_rounds,
     settle,
-    spread,
-    targets_table,
     workspace,
 )
 from numpy.typing import NDArray
+from report import Section, Target, machine_info, publish_sections
+from rounds import Parts, run_rounds
 from safetensors.numpy import save_file
 from stream import Weights, plan_tensors
 
@@ -139,31 +132,15 @@ def main() -> None:
         bench = _Bench(root, sizes)
         timings = run_rounds(bench.cases(), sizes.rounds, before=bench.before, check=bench.check)
         shutil.rmtree(root / "local")
-    seconds = timings.seconds
     pairs = {
-        "plain loop / publisher": ratios(seconds["plain loop"], seconds["publisher"]),
-        "plain loop, threads / publisher": ratios(
-            seconds["plain loop, threads"], seconds["publisher"]
-        ),
-        "publisher / (xxh3 + copy)": ratios(seconds["publisher"], seconds["floor"]),
+        "plain loop / publisher": timings.ratio("plain loop", "publisher"),
+        "plain loop, threads / publisher": timings.ratio("plain loop, threads", "publisher"),
+        "publisher / (xxh3 + copy)": timings.ratio("publisher", "floor"),
     }
-    median = spread(pairs["plain loop / publisher"])["median"]
+    section = Section("one version", timings, pairs)
+    median = section.median("plain loop / publisher")
     targets = [Target("plain loop / publisher", median, 2.0, at_most=False)]
-    document = {
-        "sizes": vars(sizes),
-        "exclusions": _EXCLUSIONS,
-        **timings.to_dict(),
-        "ratios": {name: spread(values) for name, values in pairs.items()},
-        "targets": [target.to_dict() for target in targets],
-    }
-    tables = [
-        timings.table(),
-        ratios_table(pairs),
-        "## Targets",
-        targets_table(targets),
-        f"Excluded: {_EXCLUSIONS}.",
-    ]
-    publish_result("publisher", args, machine, document, tables)
+    publish_sections("publisher", args, machine, sizes, [section], targets, _EXCLUSIONS)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import xxhash
-from common import read_header, settle
+from common import map_tensors, settle
 from numpy.typing import NDArray
 from safetensors.torch import save_file
 
@@ -100,7 +100,10 @@ class Weights:
         self._folder = base_dir.with_name("work")
         _write_base(base_dir, shapes)
         shutil.copytree(base_dir, self._folder)
-        self.bits = _map_weights(self._folder)
+        self.bits = {
+            name: data.view(np.uint16).reshape(shapes[name])
+            for name, data in map_tensors(self._folder, "r+").items()
+        }
 
     @property
     def nbytes(self) -> int:
@@ -221,18 +224,3 @@ def _draw(shape: tuple[int, ...], rng: np.random.Generator) -> torch.Tensor:
 
 def _as_bf16(bits: NDArray[np.uint16], shape: tuple[int, ...]) -> torch.Tensor:
     return torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16).reshape(shape)
-
-
-def _map_weights(folder: Path) -> dict[str, NDArray[np.uint16]]:
-    """Return tensor -> writable map of its bits in the working copy."""
-    weights = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        start, rows = read_header(path)
-        data = np.asarray(np.memmap(path, dtype=np.uint8, mode="r+"))
-        for name, row in rows.items():
-            if name != "__metadata__":
-                begin, end = row["data_offsets"]
-                weights[name] = (
-                    data[start + begin : start + end].view(np.uint16).reshape(row["shape"])
-                )
-    return weights
