@@ -31,7 +31,7 @@ import gpusync
 from gpusync.config import Settings
 
 FULL = Sizes(model_nbytes=1_000_000_000, density=0.01, rounds=5)
-SMOKE = Sizes(model_nbytes=24_000_000, density=0.01, rounds=2)
+SMOKE = Sizes(model_nbytes=12_000_000, density=0.01, rounds=1)
 CHAIN = 8
 _EXCLUSIONS = (
     "page cache warm; dirty pages of earlier runs written out before each run; floors copy with one thread; the"
@@ -64,7 +64,7 @@ class _OneVersion:
         parts = Parts()
         with parts.timed("decode"):
             blobs = floors.read_blobs(self.source / f"weight_v{number + 1:06d}")
-            floors.decode(blobs, self.settings.workers, self.settings.piece_bytes)
+            floors.decode(blobs.values(), self.settings.workers, self.settings.piece_bytes)
         with parts.timed("copy"):
             floors.copy_files(self.stream.base_dir, self.copies)
         return parts

@@ -40,15 +40,17 @@ def buffer_of(nbytes: int) -> Bytes:
     return held[:nbytes]
 
 
-def read_blobs(version_dir: Path) -> list[bytes]:
-    """Read the shards of a version; return every blob, the largest first."""
-    blobs: list[bytes] = []
+def read_blobs(version_dir: Path) -> dict[str, bytes]:
+    """Read the shards of a version; return tensor -> blob, the largest first."""
+    blobs: dict[str, bytes] = {}
     for path in sorted(version_dir.glob("*.safetensors")):
         start, rows = read_header(path)
         data = path.read_bytes()
-        spans = [row["data_offsets"] for name, row in rows.items() if name != "__metadata__"]
-        blobs.extend(data[start + begin : start + end] for begin, end in spans)
-    return sorted(blobs, key=len, reverse=True)
+        for name, row in rows.items():
+            if name != "__metadata__":
+                begin, end = row["data_offsets"]
+                blobs[name] = data[start + begin : start + end]
+    return dict(sorted(blobs.items(), key=lambda item: len(item[1]), reverse=True))
 
 
 def decode(blobs: Iterable[bytes], threads: int, step_nbytes: int) -> None:

@@ -30,7 +30,7 @@ import gpusync
 from gpusync.config import Settings
 
 FULL = Sizes(model_nbytes=1_000_000_000, density=0.01, rounds=5)
-SMOKE = Sizes(model_nbytes=24_000_000, density=0.01, rounds=2)
+SMOKE = Sizes(model_nbytes=12_000_000, density=0.01, rounds=1)
 _EXCLUSIONS = (
     "parameters on the CPU; page cache warm; dirty pages of earlier runs written out before each run; the engine's"
     " own pausing and cache flush; attach (once per model); the baseline never fsyncs"
@@ -88,7 +88,7 @@ class _Floors:
         threads, step = self._settings.workers, self._settings.piece_bytes
         parts = Parts()
         with parts.timed("decode"):
-            floors.decode(floors.read_blobs(version_dir), threads, step)
+            floors.decode(floors.read_blobs(version_dir).values(), threads, step)
         with parts.timed("xxh3"):
             floors.xxh3(self._arrays, threads)
         with parts.timed("XOR"):

@@ -20,7 +20,7 @@ from stream import Stream, make_stream
 from tables import table
 
 FULL = Sizes(model_nbytes=2_000_000_000, density=0.01, rounds=1)
-SMOKE = Sizes(model_nbytes=24_000_000, density=0.01, rounds=1)
+SMOKE = Sizes(model_nbytes=6_000_000, density=0.01, rounds=1)
 CHAIN = 16
 LIMIT_BYTES = 512_000_000
 _SAMPLE_SECONDS = 0.003

@@ -37,7 +37,7 @@ import gpusync
 from gpusync.config import Settings
 
 FULL = Sizes(model_nbytes=1_000_000_000, density=0.01, rounds=5)
-SMOKE = Sizes(model_nbytes=24_000_000, density=0.01, rounds=2)
+SMOKE = Sizes(model_nbytes=12_000_000, density=0.01, rounds=1)
 _EXCLUSIONS = (
     "weights in host memory; page cache warm; dirty pages of earlier runs written out before each run; the plain loop"
     " neither fsyncs nor keeps its last weights in files"

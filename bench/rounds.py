@@ -89,7 +89,7 @@ def run_rounds(
     Round 0 is run and checked but not timed. ``before`` (settle, warm), ``check`` and a garbage
     collection run outside the clock. A case that returns parts is timed by their sum.
     """
-    seconds: dict[str, list[float]] = {}
+    seconds: dict[str, dict[str, list[float]]] = {name: {} for name in cases}
     cpu_seconds: dict[str, list[float]] = {}
     wall = others = 0.0
     for number in range(rounds + 1):
@@ -111,11 +111,10 @@ def run_rounds(
             for part in parts.seconds if parts is not None else ():
                 rows[f"{name}.{part}"] = (parts.seconds[part], parts.cpu_seconds[part])
             for row, (value, cpu_value) in rows.items():
-                seconds.setdefault(row, []).append(value)
+                seconds[name].setdefault(row, []).append(value)
                 cpu_seconds.setdefault(row, []).append(cpu_value)
-    order = list(cases)
-    ordered = sorted(seconds.items(), key=lambda item: order.index(item[0].partition(".")[0]))
-    return Timings(dict(ordered), cpu_seconds, round(max(0.0, others / wall), 2))
+    in_order = {row: values for rows in seconds.values() for row, values in rows.items()}
+    return Timings(in_order, cpu_seconds, round(max(0.0, others / wall), 2))
 
 
 def _machine_cpu_seconds() -> float:

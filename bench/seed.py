@@ -28,7 +28,7 @@ import gpusync
 from gpusync.config import Settings
 
 FULL = Sizes(model_nbytes=1_000_000_000, density=0.01, rounds=5)
-SMOKE = Sizes(model_nbytes=24_000_000, density=0.01, rounds=2)
+SMOKE = Sizes(model_nbytes=12_000_000, density=0.01, rounds=1)
 LATE_VERSION = 3
 _EXCLUSIONS = (
     "page cache warm; dirty pages of earlier runs written out before each run; plain copies use one thread and check"
@@ -75,7 +75,7 @@ class _Joiner:
         with parts.timed("decode"):
             for version in range(1, self._version + 1):
                 blobs = floors.read_blobs(self._source / f"weight_v{version:06d}")
-                floors.decode(blobs, settings.workers, settings.piece_bytes)
+                floors.decode(blobs.values(), settings.workers, settings.piece_bytes)
         return parts
 
     def before(self, name: str, number: int) -> None:

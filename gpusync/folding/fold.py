@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,10 +24,12 @@ from gpusync.folding.openblob import OpenBlob
 from gpusync.folding.scratch import ScratchFile
 from gpusync.format.digest import Hasher, new_hasher
 from gpusync.format.frames import MAX_WINDOW, WindowTooLargeError
-from gpusync.placement.regions import Region
 from gpusync.published.blobs import BlobSource
 from gpusync.published.seeking import SeekingBlob, open_seeking
 from gpusync.types import Algorithm, Digest
+
+if TYPE_CHECKING:  # it loads torch, which a disk-only pull has no use for
+    from gpusync.placement.regions import Region
 
 Bytes = NDArray[np.uint8]
 Item = TypeVar("Item")

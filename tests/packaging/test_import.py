@@ -10,6 +10,7 @@ import pytest
 
 import gpusync
 from gpusync import errors
+from tests import support
 
 HEAVY = ("torch", "cupy", "numpy", "typer", "rich", "starlette", "uvicorn", "zstandard", "xxhash")
 
@@ -32,6 +33,17 @@ def test_errors_and_reports_load_no_heavy_library(repository: Path) -> None:
         "import sys, gpusync\n"
         "gpusync.ChainError, gpusync.PullReport\n"
         f"print([name for name in {HEAVY!r} if name in sys.modules])"
+    )
+    assert run_python(code, repository) == "[]"
+
+
+def test_pulling_and_verifying_on_disk_load_no_torch(repository: Path, tmp_path: Path) -> None:
+    base, published, _ = support.make_stream(tmp_path, versions=2)
+    code = (
+        "import sys, gpusync\n"
+        f"places = {str(tmp_path / 'local')!r}, {str(base)!r}, {str(published)!r}\n"
+        "gpusync.pull(*places, 1), gpusync.pull(*places, 2), gpusync.verify(places[0])\n"
+        "print([name for name in ('torch', 'cupy') if name in sys.modules])"
     )
     assert run_python(code, repository) == "[]"
 
