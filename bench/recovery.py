@@ -8,7 +8,6 @@ Floors: a copy of the shard files, and the usual receiver, which after a failure
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import subprocess
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import baseline
 import floors
+import killed_pull
 from common import (
     CheckError,
     Sizes,
@@ -27,36 +27,19 @@ from common import (
     warm,
     workspace,
 )
+from killed_pull import KILLS
 from report import Section, Target, machine_info, publish_sections
 from rounds import Case, Parts, run_rounds
 from stream import Stream, make_stream
 
 import gpusync
-from gpusync import fsio
 
 FULL = Sizes(model_nbytes=1_000_000_000, density=0.01, rounds=5)
 SMOKE = Sizes(model_nbytes=12_000_000, density=0.01, rounds=1)
-KILLS = ("staged, no journal", "before the first rename", "after the first rename")
 _EXCLUSIONS = (
     "the killed pull itself; starting a new process and its imports; page cache warm; dirty pages written out before"
     " each run; nothing is fsynced by pulls that are not durable, which a kill of the process does not matter to"
 )
-
-
-def pull_and_die(kill: str, local: Path, base: str, source: str, version: int) -> None:
-    """Pull, and be killed at an instant; runs in a child."""
-    rename = fsio.rename
-
-    def rename_or_die(old: Path, new: Path) -> None:
-        into_folder = new.parent == local and new.suffix == ".safetensors"
-        if kill == KILLS[0] or (kill == KILLS[1] and into_folder):
-            os.kill(os.getpid(), signal.SIGKILL)
-        rename(old, new)
-        if into_folder:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    fsio.rename = rename_or_die
-    gpusync.pull(local, base, source, version, durable=False)
 
 
 class _Killed:
@@ -104,7 +87,7 @@ class _Killed:
 
     def _kill(self, name: str, version: int) -> None:
         paths = (self._folders[name], self._stream.base_dir, self._source)
-        command = [sys.executable, __file__, "--child", name, *map(str, paths), str(version)]
+        command = [sys.executable, killed_pull.__file__, name, *map(str, paths), str(version)]
         code = subprocess.run(command, check=False).returncode
         if code != -signal.SIGKILL:
             raise CheckError(f"wrong result: {name}: the child ended with {code}, not by a kill")
@@ -143,8 +126,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--child"]:
-        kill, local, base, source, version = sys.argv[2:]
-        pull_and_die(kill, Path(local), base, source, int(version))
-    else:
-        main()
+    main()

@@ -1,8 +1,13 @@
 """Scaling: how prepare, the pause, a pull and a reload grow with the model, with what changed, with the chain.
 
-One variable at a time, the others at 1 GB, 1 %, one version, all cores. Every point runs in a process of its own,
-pinned to its number of cores. Per round: open + prepare + commit on a live module, a pull of the same versions, and
-the usual receiver's patches and reload, all checked. bench/plot.py draws the result.
+One variable at a time: the model from 0.25 to 4 GB, the density from 0.05 to 5 %, 1 to 16 versions, 10 to 20,000
+tensors, and every number of cores. The others stay at 1 GB (a quarter of it for versions and tensors), 1 %, one version,
+all cores. Every point runs in a process of its own, pinned to its number of cores. Per round: open + prepare + commit on a
+live module, a pull of the same versions, and the usual receiver's patches and reload, all checked. bench/plot.py draws
+the result.
+
+What is done can be kept: with ``--resume FILE`` every finished point is a line of FILE, and points that are there are not
+run again. ``--axis`` picks axes, ``--points N`` the first N points of each.
 """
 
 from __future__ import annotations
@@ -12,33 +17,33 @@ import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import baseline
 from common import (
-    Case,
-    Parts,
     Sizes,
     check_digests,
     digests_of_checkpoint,
-    machine_info,
     parse_args,
-    publish_result,
-    run_rounds,
     settle,
-    table,
     warm,
     workspace,
 )
 from live_apply import build_module, digests_of_module
+from report import machine_info, publish_result
+from rounds import Case, Parts, run_rounds
 from stream import Stream, make_stream
+from tables import table
 
 import gpusync
 
-FULL = Sizes(model_nbytes=1_000_000_000, density=0.01, rounds=3)
-SMOKE = Sizes(model_nbytes=12_000_000, density=0.01, rounds=1)
+FULL = Sizes(model_nbytes=1_000_000_000, density=0.01, rounds=2)
+SMOKE = Sizes(model_nbytes=8_000_000, density=0.01, rounds=1)
+AXES = ("model", "density", "versions", "tensors", "cores")
 _SHOWN = ("prepare", "commit", "pull", "baseline.pull", "baseline.reload")
 _EXCLUSIONS = (
     "page cache warm; dirty pages of earlier runs written out before each run; nothing is fsynced; attach (once per"
@@ -65,22 +70,21 @@ class Point:
         return float(named[self.axis] if self.axis in named else getattr(self, self.axis))
 
 
-def plan_points(sizes: Sizes, smoke: bool) -> list[Point]:
-    """Return all points, series by series; for a smoke run the first two of each."""
+def plan_points(sizes: Sizes, axes: Sequence[str], most: int | None) -> list[Point]:
+    """Return the points of the axes, at most so many of each, the cheapest first."""
     cores = len(os.sched_getaffinity(0))
     middle = Point("", sizes.model_nbytes, sizes.density, 1, None, cores, sizes.rounds)
     quarter = sizes.model_nbytes // 4
-    series = (
-        [replace(middle, axis="model", model_nbytes=quarter * n) for n in (1, 2, 4, 8, 16)],
-        [replace(middle, axis="density", density=d) for d in (0.0005, 0.002, 0.01, 0.05)],
-        [replace(middle, axis="versions", versions=n) for n in (1, 2, 4, 8, 16)],
-        [
-            replace(middle, axis="tensors", tensors=n, model_nbytes=quarter)
-            for n in (10, 100, 1000, 20_000)
+    series = {
+        "model": [replace(middle, model_nbytes=quarter * n) for n in (1, 2, 4, 8, 16)],
+        "density": [replace(middle, density=d) for d in (0.0005, 0.002, 0.01, 0.05)],
+        "versions": [replace(middle, model_nbytes=quarter, versions=n) for n in (1, 2, 4, 8, 16)],
+        "tensors": [
+            replace(middle, model_nbytes=quarter, tensors=n) for n in (10, 100, 1000, 20_000)
         ],
-        [replace(middle, axis="cores", cores=n) for n in range(1, cores + 1)],
-    )
-    return [point for points in series for point in points[: 2 if smoke else None]]
+        "cores": [replace(middle, cores=n) for n in range(1, cores + 1)],
+    }
+    return [replace(point, axis=axis) for axis in axes for point in series[axis][:most]]
 
 
 class _Series:
@@ -171,31 +175,65 @@ def _in_child(point: Point, temp_dir: Path | None) -> dict[str, Any]:
     return result
 
 
+class _Done:
+    """Finished points, as lines of a file where one is given."""
+
+    def __init__(self, file: Path | None) -> None:
+        self._file = file
+        lines = file.read_text().splitlines() if file is not None and file.exists() else []
+        self._results: list[dict[str, Any]] = [json.loads(line) for line in lines]
+
+    def find(self, point: Point) -> dict[str, Any] | None:
+        """Return the result of a point; None where it has not been run."""
+        return next((found for found in self._results if _point_of(found) == point), None)
+
+    def add(self, result: dict[str, Any]) -> None:
+        if self._file is not None:
+            with open(self._file, "a") as file:
+                file.write(json.dumps(result) + "\n")
+
+
+def _point_of(result: dict[str, Any]) -> Point:
+    return Point(**{key: result[key] for key in Point.__dataclass_fields__})
+
+
 def _table(axis: str, results: list[dict[str, Any]]) -> str:
     rows = []
     for result in results:
         seconds = result["seconds"]
         shown = [seconds["live.prepare"], seconds["live.commit"], seconds["pull"]]
         shown += [seconds["baseline.pull"], seconds["baseline.reload"]]
-        value = Point(**{key: result[key] for key in Point.__dataclass_fields__}).value
+        value = _point_of(result).value
         rows.append([f"{value:g}", *(f"{one['median']:.4f}" for one in shown)])
     return table([axis, *_SHOWN], rows)
 
 
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--axis", action="append", choices=AXES, help="this axis; may be repeated")
+    parser.add_argument("--points", type=int, help="at most so many points per axis")
+    parser.add_argument(
+        "--resume", type=Path, help="keep finished points here, and do not run those again"
+    )
+    parser.add_argument("--point", help=argparse.SUPPRESS)
+
+
 def main() -> None:
-    if "--point" in sys.argv:
-        parser = argparse.ArgumentParser()
-        parser.add_argument("--point")
-        parser.add_argument("--temp-dir", type=Path)
-        args = parser.parse_args()
+    args, sizes = parse_args("Scaling: one variable at a time.", FULL, SMOKE, _add_arguments)
+    if args.point:
         print(json.dumps(run_point(Point(**json.loads(args.point)), args.temp_dir)))
         return
-    args, sizes = parse_args("Scaling: one variable at a time.", FULL, SMOKE)
     machine = machine_info(args.temp_dir or Path.cwd())
+    done = _Done(args.resume)
     series: dict[str, list[dict[str, Any]]] = {}
-    for point in plan_points(sizes, args.smoke):
-        print(f"{point.axis} {point.value:g}", file=sys.stderr)
-        series.setdefault(point.axis, []).append(_in_child(point, args.temp_dir))
+    for point in plan_points(sizes, args.axis or AXES, args.points or (2 if args.smoke else None)):
+        result = done.find(point)
+        if result is None:
+            begin = time.monotonic()
+            result = _in_child(point, args.temp_dir)
+            result["point_seconds"] = round(time.monotonic() - begin, 1)
+            done.add(result)
+        print(f"{point.axis} {point.value:g}: {result['point_seconds']} s", file=sys.stderr)
+        series.setdefault(point.axis, []).append(result)
     document = {"sizes": vars(sizes), "exclusions": _EXCLUSIONS, "series": series}
     tables = ["Median seconds.", *(_table(axis, results) for axis, results in series.items())]
     publish_result("scaling", args, machine, document, [*tables, f"Excluded: {_EXCLUSIONS}."])
