@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,13 +93,13 @@ class _Blobs:
         layer.finish()
 
 
-def measure(root: Path, sizes: Sizes, encoding: str) -> Section:
-    """Check, then time, all framings and densities of one encoding."""
+def measure(root: Path, sizes: Sizes, encoding: str, densities: Sequence[float]) -> Section:
+    """Check, then time, all framings and the densities of one encoding."""
     settings = Settings.from_env()
     tensors: Tensors = {}
     cases: dict[str, Case] = {}
     wire: dict[str, float] = {}
-    for density in DENSITIES:
+    for density in densities:
         stream = make_stream(
             root,
             model_nbytes=sizes.model_nbytes,
@@ -169,11 +170,12 @@ def _nothing(*_: Any) -> None:
 
 def main() -> None:
     args, sizes = parse_args("Decoding, by encoding, framing and density.", FULL, SMOKE)
+    densities = [sizes.density] if args.smoke else DENSITIES
     sections = []
     for encoding in ENCODINGS:
         with workspace(args.temp_dir) as root:
             machine = machine_info(root)
-            sections.append(measure(root, sizes, encoding))
+            sections.append(measure(root, sizes, encoding, densities))
     publish_sections("decode", args, machine, sizes, sections, [], _EXCLUSIONS)
 
 

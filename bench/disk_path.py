@@ -111,8 +111,8 @@ class _OneVersion:
 class _Chain:
     """Version 0 goes to version 8: folded in one pull, and in eight pulls."""
 
-    def __init__(self, root: Path, stream: Stream, framing: str) -> None:
-        self._stream, self._source = stream, stream.sources[framing]
+    def __init__(self, root: Path, stream: Stream) -> None:
+        self._stream, self._source = stream, stream.sources[FRAMINGS[0]]
         self._folder = root / "chain"
 
     def cases(self) -> dict[str, Case]:
@@ -135,8 +135,8 @@ class _Chain:
         shutil.rmtree(self._folder)
 
 
-def measure(root: Path, stream: Stream, framing: str, rounds: int) -> list[Section]:
-    """Run both parts for one framing."""
+def measure(root: Path, stream: Stream, framing: str, rounds: int) -> Section:
+    """Pull one version after the other with one framing."""
     one = _OneVersion(root, stream, framing, Settings.from_env())
     step = run_rounds(one.cases(), rounds, before=one.before, check=one.check)
     one.remove()
@@ -146,13 +146,15 @@ def measure(root: Path, stream: Stream, framing: str, rounds: int) -> list[Secti
         "pull durable / baseline": step.ratio("pull durable", "baseline"),
     }
     stages = {"stages of pull, seconds (they overlap)": one.stage_table()}
-    chain = _Chain(root, stream, framing)
-    folded = run_rounds(chain.cases(), rounds, before=chain.before, check=chain.check)
-    folding = {"one pull / eight pulls": folded.ratio("one pull", "eight pulls")}
-    return [
-        Section(f"one version, {framing} frames", step, pairs, stages),
-        Section(f"chain of {CHAIN}, {framing} frames", folded, folding),
-    ]
+    return Section(f"one version, {framing} frames", step, pairs, stages)
+
+
+def measure_chain(root: Path, stream: Stream, rounds: int) -> Section:
+    """Pull a chain at once, and version by version."""
+    chain = _Chain(root, stream)
+    timings = run_rounds(chain.cases(), rounds, before=chain.before, check=chain.check)
+    pairs = {"one pull / eight pulls": timings.ratio("one pull", "eight pulls")}
+    return Section(f"chain of {CHAIN}, {FRAMINGS[0]} frames", timings, pairs)
 
 
 def main() -> None:
@@ -165,8 +167,8 @@ def main() -> None:
             density=sizes.density,
             versions=max(sizes.rounds + 1, CHAIN),
         )
-        sections = {framing: measure(root, stream, framing, sizes.rounds) for framing in FRAMINGS}
-    one, chain = sections["seekable"]
+        one, single = (measure(root, stream, framing, sizes.rounds) for framing in FRAMINGS)
+        chain = measure_chain(root, stream, sizes.rounds)
     targets = [
         Target("pull / (decode + copy)", one.median("pull / (decode + copy)"), 1.2),
         Target("pull / baseline", one.median("pull / baseline"), 1.2),
@@ -177,7 +179,7 @@ def main() -> None:
         args,
         machine,
         sizes,
-        [section for found in sections.values() for section in found],
+        [one, chain, single],
         targets,
         _EXCLUSIONS,
         stream.to_dict(),

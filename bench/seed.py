@@ -22,7 +22,7 @@ from common import (
 )
 from report import Section, Target, machine_info, publish_sections
 from rounds import Case, Parts, run_rounds
-from stream import FRAMINGS, Stream, make_stream
+from stream import Stream, make_stream
 
 import gpusync
 from gpusync.config import Settings
@@ -39,8 +39,8 @@ _EXCLUSIONS = (
 class _Joiner:
     """An empty folder goes to a version; it is removed after every run."""
 
-    def __init__(self, root: Path, stream: Stream, framing: str, version: int) -> None:
-        self._stream, self._source = stream, stream.sources[framing]
+    def __init__(self, root: Path, stream: Stream, version: int) -> None:
+        self._stream, self._source = stream, stream.sources["seekable"]
         self._version = version
         self._folder = root / "joined"
         self._alone = floors.Alone(stream.base_dir)
@@ -89,16 +89,16 @@ class _Joiner:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def measure(root: Path, stream: Stream, framing: str, version: int, rounds: int) -> Section:
+def measure(root: Path, stream: Stream, version: int, rounds: int) -> Section:
     """Run a joiner of one version."""
-    joiner = _Joiner(root, stream, framing, version)
+    joiner = _Joiner(root, stream, version)
     timings = run_rounds(joiner.cases(), rounds, before=joiner.before, check=joiner.check)
     pairs = {
         "baseline / pull": timings.ratio("baseline", "pull"),
         "baseline / pull durable": timings.ratio("baseline", "pull durable"),
         "pull / (copy + decode)": timings.ratio("pull", "floor"),
     }
-    title = f"late joiner, {version} versions, {framing} frames" if version else "seed"
+    title = f"late joiner, {version} versions" if version else "seed"
     return Section(title, timings, pairs)
 
 
@@ -111,18 +111,17 @@ def main() -> None:
             model_nbytes=sizes.model_nbytes,
             density=sizes.density,
             versions=LATE_VERSION,
+            framings=("seekable",),
         )
-        sections = [measure(root, stream, FRAMINGS[0], 0, sizes.rounds)]
-        late = [measure(root, stream, f, LATE_VERSION, sizes.rounds) for f in FRAMINGS]
-    targets = [
-        Target("late baseline / late pull", late[0].median("baseline / pull"), 2.0, at_most=False)
-    ]
+        seeded, late = (measure(root, stream, to, sizes.rounds) for to in (0, LATE_VERSION))
+    median = late.median("baseline / pull")
+    targets = [Target("late baseline / late pull", median, 2.0, at_most=False)]
     publish_sections(
         "seed",
         args,
         machine,
         sizes,
-        [*sections, *late],
+        [seeded, late],
         targets,
         _EXCLUSIONS,
         stream.to_dict(),

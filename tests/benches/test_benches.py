@@ -112,7 +112,11 @@ def test_results_become_plots_and_quotes(
     smoke: Smoke, results: Path, repository: Path, tmp_path: Path
 ) -> None:
     pytest.importorskip("matplotlib", reason="the dependency group dev is absent")
-    smoke("disk_path"), smoke("live_apply"), smoke("scaling", "--points", "1")
+    (
+        smoke("disk_path"),
+        smoke("live_apply"),
+        smoke("scaling", "--axis", "density", "--axis", "model", "--points", "1"),
+    )
     done = run(repository, "plot", "--results", results, "--out", tmp_path)
     assert done.returncode == 0, done.stderr
     plots = sorted(tmp_path.glob("*.png"))
@@ -138,7 +142,7 @@ def test_results_become_plots_and_quotes(
     assert "\nold\n" not in filled
     assert all(f"]({plot.name})" in filled for plot in plots)
     median = smoke("live_apply")["targets"][0]["value"]
-    assert f"pause / reload | {median:.2f} |" in filled
+    assert re.search(rf": pause / reload +\| +{median:.2f} \|", filled)
     pause = smoke("live_apply")["sections"]["one version"]["seconds"]["live.commit"]["median"]
     assert re.search(rf"the pause: commit +\| +{pause:.3f} s \|", filled)
     assert "Not measured yet" in filled.split("no_such_bench")[1]

@@ -20,7 +20,7 @@ from tests import support
 
 DOCUMENTS = (
     "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md",
-    "docs/ARCHITECTURE.md", "docs/DEVICE.md", "docs/ENGINES.md", "docs/FORMAT.md", "docs/OPERATIONS.md", "docs/RELIABILITY.md",
+    "docs/ARCHITECTURE.md", "docs/DEVICE.md", "docs/ENGINES.md", "docs/FORMAT.md", "docs/OPERATIONS.md", "docs/PERFORMANCE.md", "docs/RELIABILITY.md",
     "bench/README.md", "bench/gpu_check.md",
 )  # fmt: skip
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
