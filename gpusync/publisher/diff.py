@@ -63,6 +63,9 @@ class ArrayBytes:
         return self._data[offset : offset + scratch.size]
 
 
+_NO_BYTES = ArrayBytes(np.empty(0, np.uint8))
+
+
 class FileBytes:
     """A tensor in a shard of a checkpoint folder."""
 
@@ -161,6 +164,8 @@ class TensorDiff:
         self._changed = False
         self._turnstile = _Turnstile()
         self._left = 0
+        self._unread = 0
+        self._is_read = threading.Event()
         self._lock = threading.Lock()
         self._futures: list[Future[TensorDelta | None]] = []
 
@@ -172,7 +177,15 @@ class TensorDiff:
         ]
         ranges = ranges or [(0, 0)]
         self._left = len(ranges)
+        self._unread = self._blocks
+        if not self._blocks:
+            self._is_read.set()
         self._futures = [pool.submit(self._run, first, last) for first, last in ranges]
+
+    def wait_until_read(self) -> None:
+        """Wait until no thread looks at the new bytes any more; they are let go."""
+        self._is_read.wait()
+        self._new = _NO_BYTES
 
     def result(self) -> TensorDelta:
         """Wait for the end of the work and return what came out.
@@ -182,7 +195,9 @@ class TensorDiff:
         BaseMismatchError
             The old bytes are not those of ``old_digest``.
         """
-        # In order: a block only waits for those before it, so the first error is the cause of the others.
+        for error in [future.exception() for future in self._futures]:
+            if error is not None and not isinstance(error, _Abandoned):
+                raise error
         results = [future.result() for future in self._futures]
         return next(result for result in results if result is not None)
 
@@ -193,11 +208,11 @@ class TensorDiff:
             if self._options.is_stream:
                 stream = new_compressor().compressobj(size=self.nbytes)
             for number in range(first, last):
-                delta, new = self._read(number)
+                delta = self._read(number)
                 if stream is not None:
                     self._parts[number] = stream.compress(delta.data)
-                else:
-                    self._parts[number] = self._encode(delta, new, number)
+                elif self._parts[number] is None:
+                    self._parts[number] = self._encode(delta)
             if stream is not None and self._changed:
                 self._parts.append(stream.flush())
             with self._lock:
@@ -206,10 +221,14 @@ class TensorDiff:
             return self._finish() if is_last else None
         except BaseException:
             self._turnstile.abandon()
+            self._is_read.set()
             raise
 
-    def _read(self, number: int) -> tuple[Bytes, Bytes]:
-        """Read, digest and keep one block; return its delta and its new bytes, valid until the thread's next block."""
+    def _read(self, number: int) -> Bytes:
+        """Read, digest and keep one block; return its delta, valid until the thread's next block.
+
+        What needs the new bytes is done here: they are the caller's, who may wait for them.
+        """
         size = self._options.block_nbytes
         offset = number * size
         old_scratch, new_scratch = (
@@ -224,17 +243,20 @@ class TensorDiff:
         if self._keep is not None:
             self._keep(new, offset)
         delta = np.bitwise_xor(old, new, out=old_scratch)
+        if self._options.encoding in ("overwrite", "xor_sparse"):
+            self._parts[number] = find_changes(delta, new, offset, self._options.encoding)
+        with self._lock:
+            self._unread -= 1
+            if self._unread == 0:
+                self._is_read.set()
         if delta.any():
             self._changed = True
-        return delta, new
+        return delta
 
-    def _encode(self, delta: Bytes, new: Bytes, number: int) -> list[EncodedFrame] | Changes:
-        options = self._options
-        if options.encoding == "xor_rows":
+    def _encode(self, delta: Bytes) -> list[EncodedFrame]:
+        if self._options.encoding == "xor_rows":
             return encode_rows(delta)
-        if options.encoding == "xor":
-            return compress_frames(delta, options.frame_bytes)
-        return find_changes(delta, new, number * options.block_nbytes, options.encoding)
+        return compress_frames(delta, self._options.frame_bytes)
 
     def _finish(self) -> TensorDelta:
         if self._old_hasher is not None:
@@ -265,8 +287,8 @@ class TensorDiff:
 def diff_tensors(diffs: Iterable[TensorDiff], pool: Executor) -> Iterator[TensorDelta]:
     """Run the diffs on the pool and yield their results in order.
 
-    The next diff is asked for only when the tensors in flight are within ``IN_FLIGHT_NBYTES``, and never while one
-    with borrowed bytes is unfinished.
+    The next diff is asked for only when the tensors in flight are within ``IN_FLIGHT_NBYTES``, and never while the
+    bytes of a borrowed one are still looked at.
     """
     pending: deque[TensorDiff] = deque()
     in_flight = 0
@@ -274,11 +296,10 @@ def diff_tensors(diffs: Iterable[TensorDiff], pool: Executor) -> Iterator[Tensor
         diff.start(pool)
         pending.append(diff)
         in_flight += diff.nbytes
-        borrowed = diff.borrowed
+        if diff.borrowed:
+            diff.wait_until_read()
         del diff  # a held reference would keep this tensor's bytes while the next one is made
-        while pending and (
-            borrowed or in_flight > IN_FLIGHT_NBYTES or len(pending) > IN_FLIGHT_TENSORS
-        ):
+        while pending and (in_flight > IN_FLIGHT_NBYTES or len(pending) > IN_FLIGHT_TENSORS):
             in_flight -= pending[0].nbytes
             yield pending.popleft().result()
     while pending:

@@ -22,6 +22,7 @@ from gpusync.placement.tensors import tensor_bytes
 from gpusync.published.source import Source, SourceVersion
 from gpusync.publisher.diff import ArrayBytes, DeltaOptions, FileBytes, TensorDiff
 from gpusync.publisher.publication import callers_errors
+from gpusync.publisher.recovery import recover_tensors
 from gpusync.publisher.standing import (
     Base,
     check_same_tensors,
@@ -56,7 +57,8 @@ class Publisher:
     state_dir
         Where the last published tensors are kept, one copy of the model. Default: ``SOURCE_DIR.publisher`` beside
         ``source_dir``; a local disk is faster where that one is shared storage. It must survive a restart of the
-        trainer: without it the run goes on from a full version only.
+        trainer: without it the run goes on from a full version only. It is not fsynced: what a power cut took is
+        rebuilt from ``base_dir`` and the published versions.
     encoding, checksum, framing, frame_bytes
         See `publish_checkpoint`.
     run_id
@@ -188,7 +190,10 @@ class Publisher:
                 "or clear the source folder.",
                 version=newest.version,
             )
-        layout = read_checkpoint(state.folder, source.files, source.settings)
+        if state.is_of_this_boot:
+            layout = read_checkpoint(state.folder, source.files, source.settings)
+        else:
+            layout = recover_tensors(self._states, state, source, self._base_dir)
         return Base(newest.version, newest.fingerprint, layout, state.digests)
 
     def _resolve_run(self, source: Source, newest: SourceVersion | None) -> str:

@@ -17,6 +17,7 @@ from gpusync.errors import (
     ChainError,
     CheckpointError,
     CheckpointIOError,
+    GpuSyncError,
     SourceNotReadyError,
     VersionConflictError,
 )
@@ -26,7 +27,7 @@ from gpusync.format.digest import new_hasher
 from gpusync.published.source import Source, SourceVersion
 from gpusync.publisher.diff import FileBytes
 from gpusync.publisher.publication import io_errors, publish_lock, worker_threads
-from gpusync.types import Digest
+from gpusync.types import Algorithm, Digest
 
 _PIECE_NBYTES = 1 << 20
 
@@ -79,7 +80,7 @@ def _open_version(source: Source, version: int) -> SourceVersion:
     try:
         return source.open_version(version)
     except SourceNotReadyError as err:
-        raise _reading_failed(err) or VersionConflictError(
+        raise reading_failed(err) or VersionConflictError(
             f"a published version is not whole: another publisher is writing it, or died. {err.message}",
             version=version,
         ) from err
@@ -89,10 +90,10 @@ def _visible_versions(source: Source) -> Collection[int]:
     try:
         return source.visible_versions()
     except SourceNotReadyError as err:
-        raise _reading_failed(err) or CheckpointError(err.message) from err
+        raise reading_failed(err) or CheckpointError(err.message) from err
 
 
-def _reading_failed(err: SourceNotReadyError) -> CheckpointIOError | None:
+def reading_failed(err: GpuSyncError) -> CheckpointIOError | None:
     """Return the publisher's error for a file that is there and cannot be read; None where something is missing.
 
     A receiver waits for either. To a publisher only the second says something of what was published.
@@ -118,7 +119,7 @@ def read_checkpoint(
     try:
         return read_layout(folder, files, settings, strict=strict)
     except SourceNotReadyError as err:
-        raise _reading_failed(err) or CheckpointError(
+        raise reading_failed(err) or CheckpointError(
             f"{folder} is not a whole checkpoint: {err.message}", file=err.file, got=err.got
         ) from err
 
@@ -135,7 +136,7 @@ def check_unchanged(layout: Layout) -> None:
         try:
             unchanged = is_unchanged(shard)
         except SourceNotReadyError as err:
-            raise _reading_failed(err) or CheckpointError(err.message, file=name) from err
+            raise reading_failed(err) or CheckpointError(err.message, file=name) from err
         if not unchanged:
             raise CheckpointError("a shard was rewritten while it was published", file=name)
 
@@ -222,18 +223,26 @@ def published_digests(source: Source, newest: SourceVersion, base: Layout) -> Ma
     return digests
 
 
-def digest_tensors(files: OpenFiles, layout: Layout, settings: Settings) -> dict[str, Digest]:
-    """Return the xxh3-128 of every tensor of a layout."""
-    names = list(layout.file_of)
+def digest_tensors(
+    files: OpenFiles,
+    layout: Layout,
+    settings: Settings,
+    like: Mapping[str, Digest] | None = None,
+) -> dict[str, Digest]:
+    """Return the digest of every tensor of a layout: xxh3-128, or of the algorithm of its digest in ``like``."""
+
+    def digest(name: str) -> Digest:
+        algorithm = like[name].algorithm if like is not None else "xxh3-128"
+        return _digest_tensor(files, layout, name, algorithm)
+
     with worker_threads(settings) as pool:
-        digests = pool.map(lambda name: _digest_tensor(files, layout, name), names)
-        return dict(zip(names, digests, strict=True))
+        return dict(zip(layout.file_of, pool.map(digest, layout.file_of), strict=True))
 
 
-def _digest_tensor(files: OpenFiles, layout: Layout, name: str) -> Digest:
+def _digest_tensor(files: OpenFiles, layout: Layout, name: str, algorithm: Algorithm) -> Digest:
     source = FileBytes(files, layout, name)
     nbytes = layout.entry(name).nbytes
-    hasher = new_hasher("xxh3-128")
+    hasher = new_hasher(algorithm)
     scratch = np.empty(min(nbytes, _PIECE_NBYTES), np.uint8)
     for offset in range(0, nbytes, _PIECE_NBYTES):
         hasher.update(source.block(offset, scratch[: nbytes - offset]))

@@ -4,6 +4,10 @@
 ``run.json``. Files are never written in place. A folder without a valid ``state.json``, which is written last, is not
 a state; the state that counts is the one whose version and fingerprint are those of the newest published version. So
 a crash before the version was renamed into place leaves the old state in force, and a crash after it the new one.
+
+``state.json`` is fsynced, the tensors are not: a copy of the model on the disk at every step would take longer than
+all the rest. The state names the boot whose page cache holds them and the digest of each. After a power cut they are
+proven by these, or rebuilt (`recover_tensors`) into ``rebuilt_NNNNNN``, a local checkpoint with the same ``state.json``.
 """
 
 from __future__ import annotations
@@ -16,13 +20,14 @@ from pathlib import Path
 from gpusync import fsio
 from gpusync.errors import FormatError, HeaderFormatError, IndexFormatError
 from gpusync.folder.layout import Layout
+from gpusync.folder.marker import current_boot_id
 from gpusync.format.digest import parse_digest
 from gpusync.format.encode import Bytes
 from gpusync.format.header import build_header
 from gpusync.format.index import parse_json_object
 from gpusync.types import Digest
 
-_FOLDER = re.compile(r"version_([0-9]{6,18})")
+_FOLDER = re.compile(r"(version|rebuilt)_([0-9]{6,18})")
 _STATE_NAME = "state.json"
 _RUN_NAME = "run.json"
 _DATA_NAME = "model.safetensors"
@@ -31,10 +36,16 @@ _MAX_JSON_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class PublisherState:
-    """A state that is in force: its folder, and the digest of every tensor in it."""
+    """A state that is in force: its folder, and the digest of every tensor in it.
 
+    ``is_of_this_boot``: the tensors are as they were written; else a power cut may have taken some.
+    """
+
+    version: int
+    fingerprint: str
     folder: Path
     digests: Mapping[str, Digest]
+    is_of_this_boot: bool
 
 
 class StateWriter:
@@ -81,11 +92,7 @@ class StateWriter:
 
     def finish(self, version: int, fingerprint: str) -> None:
         """Make the state durable, to come into force when the version of this fingerprint is published."""
-        fsio.fsync(self._fd)
-        digests = {name: [digest.algorithm, digest.hex] for name, digest in self._digests.items()}
-        state = {"version": version, "fingerprint": fingerprint, "digests": digests}
-        fsio.write_json(self._folder / _STATE_NAME, state, durable=True)
-        fsio.fsync_dir(self._folder.parent)
+        _write_state(self._folder, version, fingerprint, self._digests)
 
     def close(self) -> None:
         fsio.close_read(self._fd)  # fsynced, or dropped
@@ -111,22 +118,26 @@ class StateStore:
 
     def find(self, version: int, fingerprint: str) -> PublisherState | None:
         """Return the state of a published version, or None where there is none that is whole."""
-        folder = self._folder(version)
-        value = _read_json(folder / _STATE_NAME)
-        digests = value.get("digests")
-        if value.get("fingerprint") != fingerprint or not isinstance(digests, dict):
-            return None
-        try:
-            return PublisherState(
-                folder, {name: _parse_pair(name, pair) for name, pair in digests.items()}
-            )
-        except HeaderFormatError:
-            return None
+        folders = (self._folder(version), self._rebuilt(version))
+        found = [_read_state(folder, version, fingerprint) for folder in folders]
+        states = [state for state in found if state is not None]
+        states.sort(key=lambda state: not state.is_of_this_boot)
+        return states[0] if states else None
 
     def begin(self, version: int, layout: Layout) -> StateWriter:
         """Start the state of the next version; whatever stood under its name goes."""
         fsio.make_durable_dir(self._path)
         return StateWriter(self._folder(version), layout)
+
+    def begin_rebuilding(self, version: int) -> Path:
+        """Return the folder for the tensors of a version that are lost; whatever stood under its name goes."""
+        folder = self._rebuilt(version)
+        fsio.remove_tree(folder)
+        return folder
+
+    def finish_rebuilding(self, state: PublisherState) -> None:
+        """The tensors are there again: have the state say so. The next publish removes what is left of the lost ones."""
+        _write_state(self._rebuilt(state.version), state.version, state.fingerprint, state.digests)
 
     def remove_others(self, version: int) -> None:
         """Remove the states of all other versions."""
@@ -137,6 +148,39 @@ class StateStore:
 
     def _folder(self, version: int) -> Path:
         return self._path / f"version_{version:06d}"
+
+    def _rebuilt(self, version: int) -> Path:
+        return self._path / f"rebuilt_{version:06d}"
+
+
+def _write_state(
+    folder: Path, version: int, fingerprint: str, digests: Mapping[str, Digest]
+) -> None:
+    state = {
+        "version": version,
+        "fingerprint": fingerprint,
+        "boot_id": current_boot_id(),
+        "digests": {name: [digest.algorithm, digest.hex] for name, digest in digests.items()},
+    }
+    fsio.write_json(folder / _STATE_NAME, state, durable=True)
+    fsio.fsync_dir(folder.parent)
+
+
+def _read_state(folder: Path, version: int, fingerprint: str) -> PublisherState | None:
+    value = _read_json(folder / _STATE_NAME)
+    digests, boot_id = value.get("digests"), value.get("boot_id")
+    if value.get("fingerprint") != fingerprint or not isinstance(digests, dict):
+        return None
+    try:
+        return PublisherState(
+            version,
+            fingerprint,
+            folder,
+            {name: _parse_pair(name, pair) for name, pair in digests.items()},
+            is_of_this_boot=bool(boot_id) and boot_id == current_boot_id(),
+        )
+    except HeaderFormatError:
+        return None
 
 
 def _read_json(path: Path) -> dict[str, object]:

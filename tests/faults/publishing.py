@@ -7,9 +7,12 @@ import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
+
 import gpusync
 from gpusync import Publisher
-from gpusync.errors import CheckpointError, GpuSyncError
+from gpusync.errors import CheckpointError, GpuSyncError, VersionConflictError
+from gpusync.publisher import state
 from gpusync.publisher.publish import publish_checkpoint
 from tests.faults.kinds import Fault
 from tests.faults.layer import SystemCall
@@ -74,6 +77,11 @@ class Publishing:
         shutil.copytree(self._start, self.disk)
         self.publisher = Publisher(self.shared, self.base, state_dir=self.kept)
 
+    def keep_as_start(self) -> None:
+        """Have later runs start from how everything stands now."""
+        shutil.rmtree(self._start)
+        self.disk.rename(self._start)
+
     def act(self) -> None:
         self.publisher.publish(as_arrays(self.states[-1]))
 
@@ -83,14 +91,18 @@ class Publishing:
         return "publish", [str(path) for path in (self.shared, self.base, self.kept, self.new)]
 
     def check(self, when: str, error: GpuSyncError | None) -> None:
-        self._newest = self.newest()
-        allowed = {self.version + 1} if error is None else {self.version, self.version + 1}
-        assert self._newest in allowed, f"{when}: version {self._newest} is out"
-        self.check_pulled(when)
+        self.check_published(when, error)
         self.check_kept(when)
 
+    def check_published(self, when: str, error: GpuSyncError | None) -> None:
+        """The version is out whole, or not out."""
+        newest = self.newest()
+        allowed = {self.version + 1} if error is None else {self.version, self.version + 1}
+        assert newest in allowed, f"{when}: version {newest} is out"
+        self.check_pulled(when)
+
     def heal(self, when: str) -> None:
-        before = self._newest
+        before = self.newest()
         if before % 2:  # a trainer that goes on, and one that was restarted
             self.publisher = Publisher(self.shared, self.base, state_dir=self.kept)
         assert self.again() == before + 1, when
@@ -99,7 +111,7 @@ class Publishing:
         self.check_kept(when, self.states[-1])
         left = sorted(path.name for path in self.shared.glob(".*tmp"))
         assert not left, f"{when}: {left} were left behind"
-        states = [path.name for path in self.kept.glob("version_*")]
+        states = [path.name for path in self.kept.glob("*_*")]
         assert len(states) <= 1, f"{when}: {states} were left behind"
 
     def again(self) -> int:
@@ -171,8 +183,8 @@ class PublishingFolders(Publishing):
 
     def _publish_what_stands(self) -> None:
         folders = [self.base]
-        for version, state in enumerate(self.states[1:-1], 1):
-            folders.append(make_checkpoint(self.root / f"at{version}", state))
+        for version, tensors in enumerate(self.states[1:-1], 1):
+            folders.append(make_checkpoint(self.root / f"at{version}", tensors))
             publish_checkpoint(folders[-2], folders[-1], self.shared)
         self._folders = [*folders, self.new]
 
@@ -193,3 +205,22 @@ class PublishingFolders(Publishing):
 
     def check_kept(self, when: str, wanted: Tensors | None = None) -> None:
         assert not self.kept.exists(), when
+
+
+class PublishingAfterAPowerCut(Publishing):
+    """``Publisher.publish`` where a power cut took the kept tensors: they are rebuilt first."""
+
+    def _publish_what_stands(self) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(state, "current_boot_id", lambda: "the boot before")
+            super()._publish_what_stands()
+        (self.kept / f"version_{self.version:06d}" / "model.safetensors").write_bytes(b"")
+
+    def check_kept(self, when: str, wanted: Tensors | None = None) -> None:
+        if self.newest() > self.version:
+            super().check_kept(when, wanted)
+
+    def right(self, fault: Fault, first: SystemCall, lasting: bool) -> tuple[type[Exception], ...]:
+        right = super().right(fault, first, lasting)
+        # A base that is cut short is not there, and nothing else leads to the kept tensors.
+        return (*right, VersionConflictError) if fault.name == "early end" else right

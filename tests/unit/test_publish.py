@@ -6,8 +6,11 @@ import errno
 import json
 import subprocess
 import sys
+import threading
+import time
 import tracemalloc
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +32,7 @@ from gpusync.errors import (
 )
 from gpusync.format.index import MANIFEST_NAME, parse_manifest
 from gpusync.published.source import Source
-from gpusync.publisher.diff import DeltaOptions
+from gpusync.publisher.diff import ArrayBytes, DeltaOptions, TensorDiff, diff_tensors
 from gpusync.publisher.publication import publish_lock
 from gpusync.publisher.publish import PublishReport, publish_checkpoint
 from gpusync.types import Progress
@@ -231,6 +234,27 @@ def test_the_same_input_gives_the_same_bytes_on_any_number_of_threads(
         )
         found.append(snapshot(version_dir(source_dir, 1)))
     assert found[0] == found[1]
+
+
+def test_the_error_of_a_block_is_not_hidden_by_those_that_waited_for_an_earlier_one() -> None:
+    """Block 1 waits for block 0's turn when block 2 fails: it is sent away, and is not the cause."""
+    options = DeltaOptions("xor", "xxh3-128", "seekable", 1 << 20)
+    nbytes = 3 * options.block_nbytes
+    failed = threading.Event()
+
+    class Old:
+        def block(self, offset: int, scratch: Any) -> Any:
+            if offset == 0:
+                failed.wait(20)
+                time.sleep(0.05)
+            if offset == 2 * options.block_nbytes:
+                failed.set()
+                raise OSError(errno.EIO, "made by the test")
+            return scratch
+
+    diff = TensorDiff("a", nbytes, Old(), ArrayBytes(np.zeros(nbytes, np.uint8)), options)
+    with ThreadPoolExecutor(3) as pool, pytest.raises(OSError, match="made by the test"):
+        list(diff_tensors([diff], pool))
 
 
 def test_the_report_counts_what_was_written(tmp_path: Path, base_dir: Path, states: Any) -> None:
@@ -674,7 +698,7 @@ def test_files_are_durable_before_names_and_the_index_is_last(
     visible_at = log.index(("rename", "weight_v000001"))
     assert log[visible_at - 1][0] == "fsync_dir"
     assert log[visible_at + 1] == ("fsync_dir", "s")
-    for name in ("shard-0", MANIFEST_NAME, INDEX, "model.safetensors"):
+    for name in ("shard-0", MANIFEST_NAME, INDEX, "state.json.tmp"):
         assert name in synced
         assert log.index(("fsync", name)) < visible_at
 
