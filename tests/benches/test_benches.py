@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -37,9 +38,9 @@ Smoke = Callable[..., dict[str, Any]]
 
 
 def run(repository: Path, script: str, *args: str | Path) -> subprocess.CompletedProcess[str]:
-    """Run a script of bench/ from the root of the checkout, warnings being errors where that is ours."""
+    """Run a script of bench/ from the root of the checkout."""
     command = [sys.executable, f"bench/{script}.py", *map(str, args)]
-    environment = {"PYTHONPATH": str(repository), "PATH": "/usr/bin:/bin"}
+    environment = os.environ | {"PYTHONPATH": str(repository)}
     return subprocess.run(
         command, cwd=repository, env=environment, capture_output=True, text=True, timeout=110
     )
