@@ -24,7 +24,7 @@ __device__ __forceinline__ u64 changed_ones(u64 v, u64 unit)
     return (((v & low) + low) | v) >> top & ones;
 }
 
-// Sum of up to 16 counts, one per byte, each at most 64.
+// Sum of up to 16 counts, one per byte.
 __device__ __forceinline__ u64 sum_counts(u64 x, u64 y)
 {
     const u64 even = 0x00FF00FF00FF00FFull;

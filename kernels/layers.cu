@@ -202,14 +202,14 @@ extern "C" __global__ void gs_payload_check(const Payload* __restrict__ payloads
 }
 
 // Chunk position of a tensor byte; the chunk's nbytes or more if it holds no such byte.
-__device__ __forceinline__ u64 chunk_position(const Payload& payload, const Chunk& chunk, u64 position)
+__device__ __forceinline__ u64 chunk_position(const Chunk& chunk, u64 tensor_begin, u64 tensor_stride, u64 position)
 {
-    if (position < payload.tensor_begin) return chunk.nbytes;
-    u64 q = position - payload.tensor_begin;
-    if (!is_one_run(chunk, payload.tensor_stride)) {
-        const u64 column = q % payload.tensor_stride;
+    if (position < tensor_begin) return chunk.nbytes;
+    u64 q = position - tensor_begin;
+    if (!is_one_run(chunk, tensor_stride)) {
+        const u64 column = q % tensor_stride;
         if (column >= chunk.run_nbytes) return chunk.nbytes;
-        q = q / payload.tensor_stride * chunk.run_nbytes + column;
+        q = q / tensor_stride * chunk.run_nbytes + column;
     }
     return q - chunk.offset;  // before the chunk: wraps round to more than any nbytes
 }
@@ -230,7 +230,8 @@ extern "C" __global__ void gs_payload_apply(const Payload* __restrict__ payloads
     const u64 begin = (item - payload.first_item) * ITEM_ENTRIES;
     const u64 end = begin + ITEM_ENTRIES < room ? begin + ITEM_ENTRIES : room;
     for (u64 i = begin + threadIdx.x; i < end; i += blockDim.x) {
-        const u64 at = chunk_position(payload, chunk, payload_number(payload, i));
+        const u64 position = payload_number(payload, i);
+        const u64 at = chunk_position(chunk, payload.tensor_begin, payload.tensor_stride, position);
         if (at >= chunk.nbytes) continue;
         const u8 old = payload.form == OVERWRITE ? *live_at(chunk, chunk.offset + at) : delta[at];
         delta[at] = bytes[i] ^ old;

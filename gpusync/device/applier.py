@@ -25,6 +25,7 @@ from gpusync.device.layers import (
     LayerPlan,
     PayloadLayer,
     RawLayer,
+    RecordsLayer,
     RegionMap,
 )
 from gpusync.device.listing import list_tables_nbytes
@@ -373,7 +374,7 @@ def _layer_of(blob: BlobSource, found: BlobMap) -> LayerPlan:
     encoding = blob.delta.index.encoding if blob.delta.index is not None else "xor"
     if encoding == "overwrite" or encoding == "xor_sparse":
         return PayloadLayer(blob, found, encoding)
-    return FramesLayer(blob, found)
+    return RecordsLayer(blob, found) if encoding == "xor_rows" else FramesLayer(blob, found)
 
 
 def _map_of(part: Slice) -> RegionMap:

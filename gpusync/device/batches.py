@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from gpusync.device.chunks import Batch, Capacities, Chunk, ChunkLayer, aligned
 from gpusync.device.cuts import Cut, Part, cut_region, region_steps, step_edge
 from gpusync.device.kernels import TILE_NBYTES
-from gpusync.device.layers import DeviceTensor, FramesLayer
+from gpusync.device.layers import DeviceTensor, FramesLayer, RecordsLayer
 from gpusync.errors import OutOfScratchError
 
 # Batches that still take small tensors. One that is this full is left alone.
@@ -184,12 +184,14 @@ def _frame_border(cut: Cut) -> int | None:
     """
     region, part = cut.tensor.region, cut.parts[0]
     end = cut.offset + cut.nbytes
-    if end == region.nbytes or not region.is_one_run or not isinstance(part.plan, FramesLayer):
+    if end == region.nbytes or not region.is_one_run:
         return None
-    border = part.plan.map.content(0, part.end_frame - 1)[1] - region.tensor_begin
+    if not isinstance(part.plan, FramesLayer | RecordsLayer):
+        return None
+    border = part.plan.tensor_end(part.end_frame - 1) - region.tensor_begin
     if border % TILE_NBYTES or border < cut.offset + cut.nbytes // 2 or border <= cut.offset:
         return None
-    complete = part.plan.map.content(0, part.end_frame)[1] - region.tensor_begin
+    complete = part.plan.tensor_end(part.end_frame) - region.tensor_begin
     return None if complete == end else border
 
 

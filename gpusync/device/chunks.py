@@ -20,6 +20,7 @@ from gpusync.device.layers import (
     LayerPlan,
     PayloadLayer,
     RawLayer,
+    RecordsLayer,
     RegionMap,
 )
 from gpusync.published.blobmaps import Positions
@@ -38,6 +39,7 @@ __all__ = [
     "LayerPlan",
     "PayloadLayer",
     "RawLayer",
+    "RecordsLayer",
     "RegionMap",
     "RoundFrames",
     "aligned",
@@ -118,14 +120,14 @@ class ChunkLayer:
     @property
     def input_begin(self) -> int:
         """Blob byte at ``input_offset``."""
-        if isinstance(self.plan, FramesLayer | PayloadLayer):
+        if isinstance(self.plan, FramesLayer | RecordsLayer | PayloadLayer):
             return self.plan.map.extent(self.first_frame, self.end_frame)[0]
         return 0
 
     @property
     def content_begin(self) -> int:
         """Payload byte at ``output_offset``: for xor a tensor byte."""
-        if isinstance(self.plan, FramesLayer | PayloadLayer):
+        if isinstance(self.plan, FramesLayer | RecordsLayer | PayloadLayer):
             return self.plan.map.content(self.first_frame, self.end_frame)[0]
         return 0
 
@@ -152,12 +154,13 @@ def output_room(output_nbytes: int, bitmap_nbytes: int) -> int:
     return aligned(output_nbytes) + GUARD_NBYTES + aligned(bitmap_nbytes)
 
 
-def table_room(frames: int, tiles: int, payload_nbytes: int) -> int:
+def table_room(frames: int, tiles: int, payload_nbytes: int, records: int = 0) -> int:
     """Return what a layer's rows in a round's tables take at most, alignment of the tables apart.
 
-    48 bytes for a frame, 88 for the layer and its guard, 4 for each tile and for each 4096 entries of a payload.
+    48 bytes for a frame and 64 for a record, 88 for the layer and its guard, 4 for each tile and for each 4096 entries
+    of a payload.
     """
-    return 48 * frames + 88 + 4 * tiles + payload_nbytes // 5120 + 4
+    return 48 * frames + 64 * records + 88 + 4 * tiles + payload_nbytes // 5120 + 4
 
 
 ROUND_TABLES_NBYTES = 256
@@ -248,7 +251,8 @@ class Batch:
         parts = [
             (chunk.tensor.number, layer, layer.plan.map)
             for chunk, layer in self.in_round(number)
-            if isinstance(layer.plan, FramesLayer | PayloadLayer) and layer.output_nbytes
+            if isinstance(layer.plan, FramesLayer | RecordsLayer | PayloadLayer)
+            and layer.output_nbytes
         ]
         counts = [layer.end_frame - layer.first_frame for _, layer, _ in parts]
 

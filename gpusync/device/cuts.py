@@ -16,8 +16,9 @@ from gpusync.device.chunks import (
     table_room,
 )
 from gpusync.device.kernels import TILE_NBYTES
-from gpusync.device.layers import DeviceTensor, FramesLayer, LayerPlan, PayloadLayer
-from gpusync.published.blobmaps import BlobMap, Positions
+from gpusync.device.layers import DeviceTensor, FramesLayer, LayerPlan, PayloadLayer, RecordsLayer
+from gpusync.format.rows import BAND_NBYTES
+from gpusync.published.blobmaps import Positions
 
 MIN_LAST_NBYTES = 64
 """The least that is cut off at a region's end: the last stripe of its digest comes from one chunk."""
@@ -37,6 +38,10 @@ class Part:
     @property
     def frames(self) -> int:
         return self.end_frame - self.first_frame
+
+    @property
+    def records(self) -> int:
+        return self.frames if isinstance(self.plan, RecordsLayer) else 0
 
     @property
     def output_room(self) -> int:
@@ -62,7 +67,7 @@ class Cut:
         """Bytes of the tables of all its rounds."""
         tiles = self.tiles
         return sum(
-            table_room(part.frames, tiles, part.output_nbytes) + ROUND_TABLES_NBYTES
+            table_room(part.frames, tiles, part.output_nbytes, part.records) + ROUND_TABLES_NBYTES
             for part in self.parts
         )
 
@@ -87,8 +92,8 @@ def cut_region(tensor: DeviceTensor, q0: int, q1: int) -> Cut:
 
 
 def _part_of(layer: LayerPlan, tensor: DeviceTensor, q0: int, q1: int) -> Part:
-    if isinstance(layer, FramesLayer):
-        first, end = layer.map.covering(*tensor.region.tensor_span(q0, q1))
+    if isinstance(layer, FramesLayer | RecordsLayer):
+        first, end = layer.covering(*tensor.region.tensor_span(q0, q1))
         bitmap_nbytes = 0
     elif isinstance(layer, PayloadLayer):
         first, end = 0, layer.map.count
@@ -123,7 +128,9 @@ def why_not_device(tensor: DeviceTensor, capacities: Capacities) -> str | None:
     for layer in tensor.layers:
         need = _step_needs(layer, tensor, q0, q1)
         inputs += need.inputs
-        tables += table_room(int(need.frames.max()), 1, int(need.outputs.max()))
+        most_frames = int(need.frames.max())
+        records = most_frames if isinstance(layer, RecordsLayer) else 0
+        tables += table_room(most_frames, 1, int(need.outputs.max()), records)
         tables += ROUND_TABLES_NBYTES
         for most, capacity, what in (
             (need.outputs.max(), capacities.output_nbytes, "bytes to decode"),
@@ -149,8 +156,8 @@ class _StepNeeds:
 
 
 def _step_needs(layer: LayerPlan, tensor: DeviceTensor, q0: Positions, q1: Positions) -> _StepNeeds:
-    if isinstance(layer, FramesLayer) and layer.map.count:
-        return _frames_needs(layer.map, *tensor.region.tensor_spans(q0, q1))
+    if isinstance(layer, FramesLayer | RecordsLayer) and layer.map.count:
+        return _frames_needs(layer, *tensor.region.tensor_spans(q0, q1))
     part = _part_of(
         layer, tensor, 0, int((q1 - q0).max())
     )  # alike for all steps, but for the packed bytes
@@ -160,9 +167,15 @@ def _step_needs(layer: LayerPlan, tensor: DeviceTensor, q0: Positions, q1: Posit
     )
 
 
-def _frames_needs(map: BlobMap, begin: Positions, end: Positions) -> _StepNeeds:
-    first = map.content_offset.searchsorted(begin, "right") - 1
-    last = map.content_offset.searchsorted(end, "left") - 1
+def _frames_needs(
+    layer: FramesLayer | RecordsLayer, begin: Positions, end: Positions
+) -> _StepNeeds:
+    map = layer.map
+    if isinstance(layer, RecordsLayer):
+        first, last = begin // BAND_NBYTES, (end - 1) // BAND_NBYTES
+    else:
+        first = map.content_offset.searchsorted(begin, "right") - 1
+        last = map.content_offset.searchsorted(end, "left") - 1
     read = map.offset[last] + map.nbytes[last] - map.offset[first]
     decoded = map.content_offset[last] + map.content_nbytes[last] - map.content_offset[first]
     return _StepNeeds(

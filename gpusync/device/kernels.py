@@ -10,7 +10,7 @@ import numpy as np
 
 from gpusync.errors import MissingDependencyError
 
-UNITS = ("common.cu", "xxh3.cu", "layers.cu", "changes.cu", "commit.cu", "guards.cu")
+UNITS = ("common.cu", "xxh3.cu", "layers.cu", "changes.cu", "rows.cu", "commit.cu", "guards.cu")
 """The files of ``kernels/``, in the order in which they are joined."""
 
 TILE_NBYTES = 65536
@@ -61,6 +61,18 @@ PAYLOAD = _struct(
     "first_item",
 )
 """``struct Payload`` of kernels/layers.cu. Forms: 1 overwrite, 2 xor_sparse."""
+
+RECORD = _struct(
+    "data",
+    "nbytes",
+    "band_begin",
+    "band_nbytes",
+    "tensor",
+    "chunk",
+    "tensor_begin",
+    "tensor_stride",
+)
+"""``struct Record`` of kernels/rows.cu."""
 
 LIST = _struct("chunks", "tile_chunk", "firsts", "index", "value", "checks", "first_tile")
 """``struct List`` of kernels/commit.cu."""

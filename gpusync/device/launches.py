@@ -212,6 +212,20 @@ def launch_payloads(
     )
 
 
+def launch_records(stream: Stream, tiles: Tiles, *, records: int, nrecords: int, bad: int) -> None:
+    """Judge records of xor_rows, then apply them to their chunks' deltas.
+
+    Parameters
+    ----------
+    records, nrecords
+        ``RECORD`` rows.
+    bad
+        u32 per tensor: 2 is added where a record breaks a rule, and the gate is shut.
+    """
+    stream.launch("gs_record_check", nrecords, (records, nrecords, bad, tiles.gate))
+    stream.launch("gs_record_apply", nrecords, (records, nrecords, tiles.chunks, tiles.gate))
+
+
 def launch_status_check(
     stream: Stream,
     *,

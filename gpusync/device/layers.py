@@ -11,6 +11,7 @@ from typing import Literal
 import numpy as np
 
 from gpusync.folding.fold import Origin
+from gpusync.format.rows import BAND_NBYTES, count_bands
 from gpusync.published.blobmaps import BlobMap, Positions
 from gpusync.published.blobs import BlobSource
 
@@ -87,6 +88,30 @@ class FramesLayer:
     blob: BlobSource
     map: BlobMap
 
+    def covering(self, begin: int, end: int) -> tuple[int, int]:
+        """Return the first frame, and the one after the last, for tensor bytes ``begin`` to ``end``."""
+        return self.map.covering(begin, end)
+
+    def tensor_end(self, frames: int) -> int:
+        """Return the tensor byte before which the first ``frames`` frames end."""
+        return self.map.content(0, frames)[1]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class RecordsLayer:
+    """An xor_rows blob with a frame for each record, decoded on the device as far as a chunk's bands go."""
+
+    blob: BlobSource
+    map: BlobMap
+
+    def covering(self, begin: int, end: int) -> tuple[int, int]:
+        """Return the first frame, and the one after the last, for tensor bytes ``begin`` to ``end``."""
+        return (begin // BAND_NBYTES, count_bands(end)) if begin < end else (0, 0)
+
+    def tensor_end(self, frames: int) -> int:
+        """Return the tensor byte before which the first ``frames`` frames end, the last of all apart."""
+        return frames * BAND_NBYTES
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class PayloadLayer:
@@ -120,7 +145,7 @@ class FoldedLayer:
         return self.origin is not None
 
 
-LayerPlan = FramesLayer | PayloadLayer | RawLayer | FoldedLayer
+LayerPlan = FramesLayer | RecordsLayer | PayloadLayer | RawLayer | FoldedLayer
 
 
 @dataclass(frozen=True, eq=False, slots=True)

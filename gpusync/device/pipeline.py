@@ -28,6 +28,7 @@ from gpusync.device.launches import (
     launch_fill_guards,
     launch_layers,
     launch_payloads,
+    launch_records,
     launch_status_check,
 )
 from gpusync.device.listing import Listing, send_tables
@@ -183,9 +184,8 @@ class Pipeline:
         stream, scratch, base = self._decode, self._scratch, slot.tables.data_ptr()
         if tables.has_bitmaps:
             stream.fill(scratch.output[: batch.output_nbytes(number)], 0)
-        if (
-            number == 0 and tables.nitems
-        ):  # what names positions starts from zeros; the others set theirs
+        # What names positions starts from zeros; the others set theirs.
+        if number == 0 and (tables.nitems or tables.nrecords):
             stream.fill(slot.delta[: batch.delta_nbytes], 0)
         if tables.nframes:
             arrays = DecodeArrays.within(base + tables.frames, tables.nframes)
@@ -217,6 +217,13 @@ class Pipeline:
             payloads=base + tables.payloads,
             item_payload=base + tables.item_payload,
             nitems=tables.nitems,
+            bad=scratch.bad.data_ptr(),
+        )
+        launch_records(
+            stream,
+            tiles,
+            records=base + tables.records,
+            nrecords=tables.nrecords,
             bad=scratch.bad.data_ptr(),
         )
 

@@ -12,12 +12,16 @@ import torch
 from numpy.typing import NDArray
 
 from gpusync.device.chunks import Batch, Chunk, ChunkLayer
-from gpusync.device.kernels import CHUNK, ITEM_ENTRIES, LAYER, PAYLOAD
-from gpusync.device.layers import FoldedLayer, PayloadLayer, RawLayer
+from gpusync.device.kernels import CHUNK, ITEM_ENTRIES, LAYER, PAYLOAD, RECORD
+from gpusync.device.layers import FoldedLayer, PayloadLayer, RawLayer, RecordsLayer
 from gpusync.device.nvcomp import DecodeArrays
+from gpusync.format.rows import BAND_NBYTES
 
 SET, XOR, FULL = 0, 1, 2
 """Modes of a layer: the oldest xor delta, a later one, and a tensor's new bytes."""
+
+_Work = tuple[int, Chunk, ChunkLayer]
+"""Number of a chunk in its batch, the chunk, and its layer in a round."""
 
 _FORMS = {"overwrite": 1, "xor_sparse": 2}
 _ALIGNMENT = 16
@@ -88,6 +92,8 @@ class RoundTables:
     payloads: int
     item_payload: int
     nitems: int
+    records: int
+    nrecords: int
     has_bitmaps: bool
     decoded_nbytes: int
 
@@ -118,16 +124,16 @@ def tile_rows(counts: list[int]) -> NDArray[np.uint32]:
 
 def plan_round(batch: Batch, number: int, buffers: BatchBuffers, block: TableBlock) -> RoundTables:
     """Put the tables of one round into a block."""
-    dense = [
-        (index, chunk, chunk.layers[number])
-        for index, chunk in enumerate(batch.chunks)
-        if number < len(chunk.layers) and not isinstance(chunk.layers[number].plan, PayloadLayer)
-    ]
-    sparse = [
-        (index, chunk, chunk.layers[number])
-        for index, chunk in enumerate(batch.chunks)
-        if number < len(chunk.layers) and isinstance(chunk.layers[number].plan, PayloadLayer)
-    ]
+    dense: list[_Work] = []
+    sparse: list[_Work] = []
+    in_rows: list[_Work] = []
+    for index, chunk in enumerate(batch.chunks):
+        if number < len(chunk.layers):
+            layer = chunk.layers[number]
+            kind = in_rows if isinstance(layer.plan, RecordsLayer) else dense
+            kind = sparse if isinstance(layer.plan, PayloadLayer) else kind
+            kind.append((index, chunk, layer))
+    records = _record_rows(in_rows, buffers)
     frames = batch.frames(number)
     columns = (
         frames.input_offset + buffers.input,
@@ -157,14 +163,14 @@ def plan_round(batch: Batch, number: int, buffers: BatchBuffers, block: TableBlo
         payloads=block.add(_payload_rows(sparse, items, buffers)),
         item_payload=block.add(tile_rows(items)),
         nitems=sum(items),
+        records=block.add(records),
+        nrecords=len(records),
         has_bitmaps=any(layer.bitmap_nbytes for _, _, layer in sparse),
         decoded_nbytes=int(frames.output_nbytes.sum()),
     )
 
 
-def _layer_rows(
-    dense: list[tuple[int, Chunk, ChunkLayer]], number: int, buffers: BatchBuffers
-) -> NDArray[np.void]:
+def _layer_rows(dense: list[_Work], number: int, buffers: BatchBuffers) -> NDArray[np.void]:
     rows = np.zeros(len(dense), LAYER)
     first_tile = 0
     for row, (index, chunk, layer) in zip(rows, dense, strict=True):
@@ -184,9 +190,7 @@ def _layer_rows(
     return rows
 
 
-def _payload_rows(
-    sparse: list[tuple[int, Chunk, ChunkLayer]], items: list[int], buffers: BatchBuffers
-) -> NDArray[np.void]:
+def _payload_rows(sparse: list[_Work], items: list[int], buffers: BatchBuffers) -> NDArray[np.void]:
     rows = np.zeros(len(sparse), PAYLOAD)
     first_item = 0
     for row, count, (index, chunk, layer) in zip(rows, items, sparse, strict=True):
@@ -202,6 +206,24 @@ def _payload_rows(
         row["first_item"] = first_item
         first_item += count
     return rows
+
+
+def _record_rows(in_rows: list[_Work], buffers: BatchBuffers) -> NDArray[np.void]:
+    parts = [np.zeros(layer.end_frame - layer.first_frame, RECORD) for _, _, layer in in_rows]
+    for rows, (index, chunk, layer) in zip(parts, in_rows, strict=True):
+        if not isinstance(layer.plan, RecordsLayer):
+            continue
+        frames, region = slice(layer.first_frame, layer.end_frame), chunk.tensor.region
+        begin = np.arange(layer.first_frame, layer.end_frame, dtype=np.int64) * BAND_NBYTES
+        offset = layer.plan.map.content_offset[frames] - layer.content_begin
+        rows["data"] = buffers.output + layer.output_offset + offset
+        rows["nbytes"] = layer.plan.map.content_nbytes[frames]
+        rows["band_begin"] = begin
+        rows["band_nbytes"] = np.minimum(BAND_NBYTES, chunk.tensor.tensor_nbytes - begin)
+        rows["tensor"] = chunk.tensor.number
+        rows["chunk"] = index
+        rows["tensor_begin"], rows["tensor_stride"] = region.tensor_begin, region.tensor_stride
+    return np.concatenate(parts) if parts else np.zeros(0, RECORD)
 
 
 def _mode(layer: ChunkLayer, number: int) -> int:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpusync.format.frames import SEEK_TABLE_FOOTER_MAGIC, SEEK_TABLE_FRAME_MAGIC, FrameWalker
-from gpusync.format.rows import least_payload_nbytes, most_payload_nbytes
+from gpusync.format.rows import count_bands, least_payload_nbytes, most_payload_nbytes
 from gpusync.published.blobs import BlobFile, BlobSource, locate_blob
 from gpusync.types import Encoding, Frame
 
@@ -122,8 +122,6 @@ def read_blob_map(
     blob = locate_blob(source)
     if untrusted and blob.stated is None:
         return "an untrusted source, and no manifest gives the blob's digest"
-    if blob.encoding == "xor_rows":
-        return "xor_rows is decoded by the host"
     needs = _needs_of(blob.encoding, tensor_nbytes)
     found = _map_by_headers(blob, needs) if tensor_nbytes else None
     if found is None:
@@ -133,10 +131,14 @@ def read_blob_map(
 
 @dataclass(frozen=True, slots=True)
 class _Needs:
-    """What a payload's size must be: exactly ``least`` where it equals ``most``."""
+    """What a payload's size must be: exactly ``least`` where it equals ``most``.
+
+    ``frames`` is how many frames the device needs it in, where it cares.
+    """
 
     least: int
     most: int
+    frames: int | None = None
 
     @property
     def exact(self) -> int | None:
@@ -150,7 +152,11 @@ def _needs_of(encoding: Encoding, tensor_nbytes: int) -> _Needs:
     if encoding == "xor":
         return _Needs(tensor_nbytes, tensor_nbytes)
     if encoding == "xor_rows":
-        return _Needs(least_payload_nbytes(tensor_nbytes), most_payload_nbytes(tensor_nbytes))
+        return _Needs(
+            least_payload_nbytes(tensor_nbytes),
+            most_payload_nbytes(tensor_nbytes),
+            frames=count_bands(tensor_nbytes),
+        )
     width = 4 if encoding == "overwrite" else 8  # bytes of the count, and of a position
     return _Needs(width, width + tensor_nbytes * (width + 1))
 
@@ -282,6 +288,8 @@ def _unfit(found: BlobMap, needs: _Needs) -> str | None:
     """Return why nvCOMP cannot take these frames."""
     if not needs.allow(found.payload_nbytes):
         return "the frames' content sizes are not the payload's"
+    if needs.frames not in (None, found.count):
+        return f"{found.count} frames for {needs.frames} records: the device takes a frame for each"
     if not found.count:
         return None
     largest = int(max(found.nbytes.max(), found.content_nbytes.max()))

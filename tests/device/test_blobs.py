@@ -17,6 +17,7 @@ from gpusync.format.frames import Where, walk_frames
 from gpusync.published.blobmaps import MAX_FRAME_NBYTES, BlobMap, read_blob_map
 from gpusync.published.blobs import locate_blob
 from tests.device.published import digests_of, open_blobs, write_delta
+from tests.reference import xor_rows
 from tests.unit.strategies import (
     MAGIC,
     RAW,
@@ -26,6 +27,7 @@ from tests.unit.strategies import (
     fixed,
     flushed,
     frame,
+    framed,
     seekable,
     skippable,
 )
@@ -274,6 +276,20 @@ def test_sparse_payloads_are_of_any_size_that_the_tensor_allows(
     assert isinstance(found, str) and "without content size" in found
     seek = seekable(bytes(width + 50 * (width + 1)), 100)
     assert rows_of(map_of(tmp_path / "seek", seek, 100, encoding=encoding))[0][3] == 100
+
+
+def test_records_of_xor_rows_need_a_frame_each(tmp_path: Path) -> None:
+    nbytes = (1 << 20) + 700
+    records = xor_rows.encode(bytes([1, 0, 0, 0]) * (nbytes // 4))
+    found = map_of(tmp_path / "1", framed(records), nbytes, encoding="xor_rows")
+    assert [row[3] for row in rows_of(found)] == [len(record) for record in records]
+    for number, blob in enumerate(
+        (compress(b"".join(records)), seekable(b"".join(records), 100_000))
+    ):
+        found = map_of(tmp_path / f"other{number}", blob, nbytes, encoding="xor_rows")
+        assert isinstance(found, str) and "a frame for each" in found
+    found = map_of(tmp_path / "none", compress(b""), 0, encoding="xor_rows")
+    assert isinstance(found, BlobMap) and found.count == 0
 
 
 def test_an_untrusted_blob_needs_a_stated_digest(tmp_path: Path) -> None:

@@ -23,9 +23,11 @@ from gpusync.device.layers import (
     LayerPlan,
     PayloadLayer,
     RawLayer,
+    RecordsLayer,
     RegionMap,
 )
 from gpusync.errors import OutOfScratchError
+from gpusync.format.rows import BAND_NBYTES
 from gpusync.published.blobmaps import BlobMap
 from tests.unit.strategies import fixed
 
@@ -114,13 +116,18 @@ def regions(draw: st.DrawFn) -> tuple[RegionMap, int]:
 
 @st.composite
 def layers(draw: st.DrawFn, tensor_nbytes: int) -> LayerPlan:
-    kind = draw(st.sampled_from(["frames", "frames", "overwrite", "xor_sparse"]))
+    kind = draw(st.sampled_from(["frames", "frames", "overwrite", "xor_sparse", "records"]))
     ratio, gap = draw(st.sampled_from([1, 20, 100])), draw(st.sampled_from([0, 0, 8]))
     if kind == "frames":
         frame_nbytes = draw(
             st.sampled_from([50_000, TILE_NBYTES, 4 * TILE_NBYTES, max(tensor_nbytes, 1)])
         )
         return FramesLayer(NOTHING, frames_of(tensor_nbytes, frame_nbytes, ratio=ratio, gap=gap))
+    if kind == "records":
+        share = draw(st.sampled_from([1, 3, 100]))
+        bands = range(0, tensor_nbytes, BAND_NBYTES)
+        sizes = [2 + min(BAND_NBYTES, tensor_nbytes - at) // share for at in bands]
+        return RecordsLayer(NOTHING, map_of(sizes, ratio=ratio, gap=gap))
     payload_nbytes = draw(st.sampled_from([4, 1000, 100_000, 600_000]))
     return PayloadLayer(NOTHING, frames_of(payload_nbytes, 90_000, ratio=ratio), cast(Any, kind))
 
@@ -203,7 +210,7 @@ def check_layers(chunk: Chunk) -> None:
     assert [layer.plan for layer in chunk.layers] == list(tensor.layers)
     for layer in chunk.layers:
         plan = layer.plan
-        if not isinstance(plan, FramesLayer | PayloadLayer):
+        if not isinstance(plan, FramesLayer | RecordsLayer | PayloadLayer):
             assert layer.is_packed
             assert (layer.input_nbytes, layer.output_nbytes) == (chunk.nbytes, 0)
             continue
@@ -213,6 +220,11 @@ def check_layers(chunk: Chunk) -> None:
         if isinstance(plan, FramesLayer):
             needed = np.flatnonzero((starts < end) & (ends > begin)) if begin < end else []
             assert list(named) == list(needed)
+            assert layer.bitmap_nbytes == 0
+        elif isinstance(plan, RecordsLayer):
+            bands = np.arange(plan.map.count) * BAND_NBYTES
+            needed = np.flatnonzero((bands < end) & (bands + BAND_NBYTES > begin))
+            assert list(named) == (list(needed) if begin < end else [])
             assert layer.bitmap_nbytes == 0
         else:
             assert list(named) == list(range(plan.map.count))
@@ -257,7 +269,7 @@ def check_round(batch: Batch, number: int, capacities: Capacities) -> None:
 
 def frames_in(chunk: Chunk, layer: ChunkLayer) -> list[tuple[int, ...]]:
     plan = layer.plan
-    assert isinstance(plan, FramesLayer | PayloadLayer)
+    assert isinstance(plan, FramesLayer | RecordsLayer | PayloadLayer)
     rows = []
     for n in range(layer.first_frame, layer.end_frame):
         input_offset = layer.input_offset + plan.map.offset[n] - layer.input_begin
@@ -280,6 +292,15 @@ def test_chunks_end_where_frames_do_so_that_no_frame_is_decoded_twice() -> None:
     # four frames and the guard are over the output: 15 tiles would fit, but end within a frame
     batches = plan_batches([tensor], replace(SMALL, output_nbytes=MIB))
     assert [batch.frames(0).count for batch in batches] == [3] * 10 + [2]
+
+
+def test_chunks_end_where_bands_do() -> None:
+    bands = map_of([30 * KIB] * 8)
+    tensor = one(8 * MIB, RecordsLayer(NOTHING, bands))
+    # 47 tiles of delta fit: 2.9 bands
+    batches = plan_batches([tensor], replace(SMALL, delta_nbytes=47 * TILE_NBYTES, tiles=80))
+    assert [batch.frames(0).count for batch in batches] == [2] * 4
+    assert [batch.region_nbytes for batch in batches] == [2 * MIB] * 4
 
 
 def test_a_frame_over_a_batch_sends_its_tensor_to_the_host() -> None:

@@ -43,6 +43,7 @@ from tests.device.updates import (
     publish,
     published,
 )
+from tests.reference import xor_rows
 from tests.support import make_stream
 from tests.unit.strategies import (
     RAW,
@@ -316,16 +317,36 @@ def test_one_flipped_bit_anywhere_is_refused_as_on_the_cpu(
     check_next_update(bad, model_at(bad, 0, device.name), 1, device.name)
 
 
-@pytest.mark.parametrize("encoding", ["overwrite", "xor_sparse"])
+@pytest.mark.parametrize("encoding", ["overwrite", "xor_sparse", "xor_rows"])
 def test_one_flipped_bit_of_a_sparse_blob_is_refused_as_on_the_cpu(
     bad: wire.Stream, device: Device, encoding: str
 ) -> None:
+    republish(bad, compress)
     old, new = bad.states[0], bad.states[1]
     blob = compress(wire.encode(encoding, old[VICTIM.name], new[VICTIM.name]))
     places = np.linspace(0, len(blob) - 1, 36).astype(int).tolist()
     check_flips(bad, device.name, blob, places, encoding=encoding)
     bad.delta(version=1, base=0, new=new, encoding=encoding)
     check_next_update(bad, model_at(bad, 0, device.name), 1, device.name)
+
+
+@pytest.mark.parametrize("name", [name for name, (record, _) in xor_rows.BROKEN.items() if record])
+def test_a_record_that_breaks_a_rule_is_refused_as_on_the_cpu(
+    device: Device, tmp_path: Path, name: str
+) -> None:
+    record, match = xor_rows.BROKEN[name]
+    row = wire.Row(wire.SECOND, "t.weight", "U8", (xor_rows.NBYTES,), xor_rows.NBYTES)
+    stream = wire.Stream(tmp_path / "rows", (*LAYOUT, row))
+    bend = wire.Bend(blob={row.name: compress(record)})
+    stream.delta([row.name], encoding="xor_rows", bend=bend)
+    for where in ("cpu", device.name):
+        model = model_at(stream, 0, where)
+        before = live.bytes_of(model)
+        with pytest.raises(FrameFormatError) as caught:
+            prepare(stream, model, 1, where)
+        assert (caught.value.version, caught.value.tensor) == (1, row.name)
+        assert live.bytes_of(model) == before
+        assert len(record) > 701 or any(part in caught.value.message for part in match.split("|"))
 
 
 def test_a_bad_frame_late_in_a_large_tensor_is_refused_when_lists_are_there_already(

@@ -26,6 +26,7 @@ from gpusync.device.layers import (
     LayerPlan,
     PayloadLayer,
     RawLayer,
+    RecordsLayer,
     RegionMap,
 )
 from gpusync.device.nvcomp import Nvcomp
@@ -42,7 +43,8 @@ from gpusync.testing import EmulatedRuntime
 from tests import live, wire
 from tests.device.published import open_blobs, write_delta
 from tests.device.support import download, upload
-from tests.unit.strategies import compress, fixed, seekable
+from tests.reference import xor_rows
+from tests.unit.strategies import compress, fixed, framed, seekable
 
 KIB = 1 << 10
 ON_EVERY_DEVICE = ["emulated", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -94,12 +96,14 @@ class History:
                 continue
             payload = wire.encode(step, before.tobytes(), self.new.tobytes())
             blob = seekable(payload, frame_nbytes) if version % 2 else compress(payload)
+            if step == "xor_rows":
+                blob = framed(xor_rows.encode((before ^ self.new).tobytes()))
             layers.append(self._publish(folder, version, step, blob, nbytes))
         self.layers = tuple(layers)
 
     def _publish(
         self, folder: Path, version: int, step: str, blob: bytes, nbytes: int
-    ) -> FramesLayer | PayloadLayer:
+    ) -> FramesLayer | PayloadLayer | RecordsLayer:
         write_delta(folder, {"t": blob}, version=version, encoding=step)
         source = open_blobs(folder, version)["t"]
         self.blobs.append(source)
@@ -107,6 +111,8 @@ class History:
         assert isinstance(found, BlobMap), found
         if step == "xor":
             return FramesLayer(source, found)
+        if step == "xor_rows":
+            return RecordsLayer(source, found)
         return PayloadLayer(source, found, step)  # type: ignore[arg-type]
 
     def tensor(self, number: int, region: RegionMap, *, by_host: bool = False) -> DeviceTensor:
@@ -248,10 +254,11 @@ CHAINS: Mapping[str, tuple[str, ...]] = {
     "xor": ("xor",),
     "overwrite": ("overwrite",),
     "xor_sparse": ("xor_sparse",),
+    "xor_rows": ("xor_rows",),
     "full": ("full",),
     "xor, xor": ("xor", "xor", "xor"),
-    "all": ("xor", "overwrite", "xor_sparse", "xor"),
-    "full, then all": ("full", "xor", "overwrite", "xor_sparse"),
+    "all": ("xor", "overwrite", "xor_sparse", "xor_rows", "xor"),
+    "full, then all": ("full", "xor", "overwrite", "xor_rows", "xor_sparse"),
 }
 
 ROW_NBYTES, ROWS = 1030, 200

@@ -98,3 +98,44 @@ def encode_record(delta: bytes, *, rows: bool | None = None) -> bytes:
     if len(sparse) > len(words) or rows is False:
         return words
     return sparse
+
+
+# ---- records that break a rule --------------------------------------------------------------------------
+
+NBYTES = 700
+"""Of the tensor: 350 words in rows of 128, 128 and 94, of which a record in rows may hold (700 - 3) // 3 = 232."""
+
+
+def record(counts: list[int], positions: list[int], low: list[int], high: list[int]) -> bytes:
+    return bytes([0, *counts, *positions, *low, *high])
+
+
+GOOD = record([2, 0, 1], [3, 127, 93], [1, 0, 7], [0, 2, 0])
+
+BROKEN: dict[str, tuple[bytes, str]] = {
+    "a form of 2": (b"\2" + GOOD[1:], "form of a record is unknown"),
+    "a form of 255": (b"\xff" + GOOD[1:], "form of a record is unknown"),
+    "a position of 128": (
+        record([2, 0, 1], [3, 128, 9], [1, 1, 1], [0, 0, 0]),
+        "outside of its row",
+    ),
+    "a position of 255": (record([1, 0, 0], [255], [1], [0]), "outside of its row"),
+    "a position behind the tensor": (record([0, 0, 1], [94], [1], [0]), "behind the tensor"),
+    "positions that fall": (record([2, 0, 0], [5, 4], [1, 1], [0, 0]), "increase strictly"),
+    "a position twice": (record([0, 2, 0], [5, 5], [1, 1], [0, 0]), "increase strictly"),
+    "a row of 129": (record([129, 0, 0], [*range(128), 127], [1] * 129, [0] * 129), "increase"),
+    "a value of 0": (record([2, 0, 0], [5, 6], [1, 0], [1, 0]), "the value 0"),
+    "a count too many": (record([2, 0, 2], [3, 127, 93], [1, 0, 7], [0, 2, 0]), "too early"),
+    "a count too few": (record([1, 0, 1], [3, 127, 93], [1, 0, 7], [0, 2, 0]), "behind the tensor"),
+    "counts of 255": (record([255] * 3, [], [], []) + bytes(600), "too many changed words"),
+    "one change more than rows may hold": (
+        record([128, 105, 0], [*range(128), *range(105)], [1] * 233, [0] * 233),
+        "too many changed words",
+    ),
+    "a byte behind the record": (GOOD + b"\0", "longer"),
+    "two records": (GOOD + GOOD, "longer"),
+    "words, one byte short": (b"\1" + bytes(NBYTES - 1), "too early"),
+    "words, one byte over": (b"\1" + bytes(NBYTES + 1), "longer|more than"),
+    "nothing": (b"", "too early"),
+}
+"""Records of it, and what a refusal says of each, in one of these ways."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import json
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import zstandard
@@ -59,9 +59,14 @@ def skippable(data: bytes = b"", number: int = 0) -> bytes:
 
 def seekable(content: bytes, frame_nbytes: int, **options: Any) -> bytes:
     """Independent frames and a seek table, as in facebook/zstd's contrib/seekable_format."""
+    begins = range(0, len(content), frame_nbytes)
+    return framed([content[begin : begin + frame_nbytes] for begin in begins], **options)
+
+
+def framed(parts: Sequence[bytes], **options: Any) -> bytes:
+    """A frame for each part, and a seek table."""
     frames, table = [], b""
-    for begin in range(0, len(content), frame_nbytes):
-        part = content[begin : begin + frame_nbytes]
+    for part in parts:
         frames.append(compress(part, **options))
         table += struct.pack("<II", len(frames[-1]), len(part))
     table += struct.pack("<IBI", len(frames), 0, 0x8F92EAB1)

@@ -139,7 +139,7 @@ def test_a_damaged_frame_is_refused_where_it_is_wanted(stream: wire.Stream) -> N
         Fold(PIECE, 1).run(NBYTES, kept, [made.blob(chain)], kept, (), None, lambda *_: True)
 
 
-@pytest.mark.parametrize("encoding", ["xor", "xor_sparse", "overwrite"])
+@pytest.mark.parametrize("encoding", ["xor", "xor_sparse", "overwrite", "xor_rows"])
 def test_blobs_of_one_frame_are_folded_from_front_to_back(
     stream: wire.Stream, encoding: str
 ) -> None:
