@@ -1,8 +1,9 @@
-// How decoded records of xor_rows become part of their chunks' deltas; all of a launch's are judged before any is applied.
+// How decoded records of xor_rows become part of their chunks' deltas; all of a launch are judged before one is applied.
 //   gs_record_check, gs_record_apply
-// A record is about a band of its tensor (2^20 bytes; the last one is shorter), in rows of 128 words of two bytes: a form
-// byte, then rows (u8 counts by row; by changed word u8 positions in the row, low bytes, high bytes) or words (low bytes
-// of all words, high bytes). The last byte of an odd tensor is a word without a high byte. Live memory is not looked at.
+// A record is about a band of its tensor (2^20 bytes; the last one is shorter), in rows of 128 words of two bytes: a
+// form byte, then rows (u8 counts by row; by changed word u8 positions in the row, low bytes, high bytes) or words (low
+// bytes of all words, high bytes). The last byte of an odd tensor is a word without a high byte.
+// Live memory is not looked at.
 
 #define RECORD_ROWS 0
 #define RECORD_WORDS 1
@@ -91,7 +92,8 @@ __device__ __forceinline__ bool is_valid_group(const Record& record, u64 group)
     return end < rows || at == room;
 }
 
-// bad[tensor] |= 2 and *gate = 1 for a record that breaks a rule of the format. One refusal may hide others of the launch.
+// bad[tensor] |= 2 and *gate = 1 for a record that breaks a rule of the format. One refusal may hide others of the
+// launch.
 // Grid: one block per record.
 extern "C" __global__ void gs_record_check(const Record* __restrict__ records, u64 nrecords, u32* bad, u32* gate)
 {
@@ -131,8 +133,8 @@ __device__ __forceinline__ void apply_group(const Record& record, const Chunk& c
         }
 }
 
-// XORs a record into its chunk's delta, as far as it falls into it; words are unique, so no two threads meet. Only behind
-// a check that refused nothing. Grid: one block per record.
+// XORs a record into its chunk's delta, as far as it falls into it; words are unique, so no two threads meet. Only
+// behind a check that refused nothing. Grid: one block per record.
 extern "C" __global__ void gs_record_apply(const Record* __restrict__ records, u64 nrecords, Chunk* chunks,
                                            const u32* gate)
 {
