@@ -1,4 +1,4 @@
-// How decoded records of xor_rows become part of their chunks' deltas; all of a launch are judged before one is applied.
+// How decoded records of xor_rows become part of their chunks' deltas, all of a launch judged before one is applied.
 //   gs_record_check, gs_record_apply
 // A record is about a band of its tensor (2^20 bytes; the last one is shorter), in rows of 128 words of two bytes: a
 // form byte, then rows (u8 counts by row; by changed word u8 positions in the row, low bytes, high bytes) or words (low
