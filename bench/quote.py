@@ -82,12 +82,12 @@ def _blocks(name: str, beside: Path, folder: Path) -> Iterator[str]:
         if result is None:
             yield f"Not measured yet in this form (`bench/{name}.py`)."
             return
-        yield f"{_link(result.path, beside)}: {result.where()}."
+        yield f"{_link(result.path.name, result.path, beside)}: {result.where()}."
         yield from _tables(result)
 
 
-def _link(path: Path, beside: Path) -> str:
-    return f"[{path.name}]({os.path.relpath(path, beside)})"
+def _link(text: str, path: Path, beside: Path) -> str:
+    return f"[{text}]({os.path.relpath(path, beside)})"
 
 
 def _plots(beside: Path, folder: Path) -> Iterator[str]:
@@ -113,15 +113,12 @@ def _targets(beside: Path, folder: Path) -> Iterator[str]:
     rows = []
     for theme in THEMES:
         result = latest(theme, folder)
-        for target in result.document.get("targets", ()) if result is not None else ():
-            rows.append(
-                [
-                    f"{_link(result.path, beside)}: {target['name']}",  # type: ignore[union-attr]
-                    f"{target['value']:.2f}",
-                    f"{target['sense']} {target['limit']:g}",
-                    "met" if target["met"] else "missed",
-                ]
-            )
+        if result is None:
+            continue
+        for target in result.document.get("targets", ()):
+            what = f"{_link(theme, result.path, beside)}: {target['name']}"
+            aim = f"{target['sense']} {target['limit']:g}"
+            rows.append([what, f"{target['value']:.2f}", aim, "met" if target["met"] else "missed"])
     yield table(["bench: what", "got", "aim", ""], rows)
 
 
