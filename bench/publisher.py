@@ -3,8 +3,7 @@
 Every round moves the weights on by one version and publishes it. The plain loop does what trainers' writers do:
 per tensor XOR with the last weights, zstd level 1 in one frame, xxh3-128 of the new bytes, one shard of blobs and an
 index, the last weights kept in memory; on one thread, as they run beside training, and on as many threads as the
-publisher uses. The publisher also keeps its last tensors in files, and fsyncs
-what it publishes.
+publisher uses. The publisher also keeps its last tensors in a file, and fsyncs what it publishes.
 """
 
 from __future__ import annotations

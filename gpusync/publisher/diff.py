@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -209,10 +210,17 @@ class TensorDiff:
                 stream = new_compressor().compressobj(size=self.nbytes)
             for number in range(first, last):
                 delta = self._read(number)
+                is_changed = bool(delta.any())
+                if is_changed:
+                    self._changed = True
                 if stream is not None:
                     self._parts[number] = stream.compress(delta.data)
                 elif self._parts[number] is None:
-                    self._parts[number] = self._encode(delta)
+                    self._parts[number] = (
+                        _encode(self._options, delta)
+                        if is_changed
+                        else _encode_zeros(self._options, delta.size)
+                    )
             if stream is not None and self._changed:
                 self._parts.append(stream.flush())
             with self._lock:
@@ -249,14 +257,7 @@ class TensorDiff:
             self._unread -= 1
             if self._unread == 0:
                 self._is_read.set()
-        if delta.any():
-            self._changed = True
         return delta
-
-    def _encode(self, delta: Bytes) -> list[EncodedFrame]:
-        if self._options.encoding == "xor_rows":
-            return encode_rows(delta)
-        return compress_frames(delta, self._options.frame_bytes)
 
     def _finish(self) -> TensorDelta:
         if self._old_hasher is not None:
@@ -282,6 +283,19 @@ class TensorDiff:
             return b"".join(part for part in self._parts if isinstance(part, bytes))
         changes = [part for part in self._parts if isinstance(part, Changes)]
         return compress_single(build_sparse_payload(options.encoding, changes))
+
+
+def _encode(options: DeltaOptions, delta: Bytes) -> list[EncodedFrame]:
+    """Return a block's frames."""
+    if options.encoding == "xor_rows":
+        return encode_rows(delta)
+    return compress_frames(delta, options.frame_bytes)
+
+
+@lru_cache(maxsize=16)
+def _encode_zeros(options: DeltaOptions, nbytes: int) -> list[EncodedFrame]:
+    """Return the frames of a block in which nothing changed: experts that a step did not reach have many."""
+    return _encode(options, np.zeros(nbytes, np.uint8))
 
 
 def diff_tensors(diffs: Iterable[TensorDiff], pool: Executor) -> Iterator[TensorDelta]:

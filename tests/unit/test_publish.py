@@ -21,7 +21,7 @@ import torch
 import xxhash
 import zstandard
 
-from gpusync import Publisher, fsio
+from gpusync import Publisher, fsio, pull
 from gpusync.config import Settings
 from gpusync.errors import (
     BaseMismatchError,
@@ -234,6 +234,26 @@ def test_the_same_input_gives_the_same_bytes_on_any_number_of_threads(
         )
         found.append(snapshot(version_dir(source_dir, 1)))
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("encoding", ["xor", "xor_rows"])
+def test_blocks_in_which_nothing_changed_are_encoded_as_if_by_themselves(
+    tmp_path: Path, encoding: str
+) -> None:
+    """They are taken from a cache: the blob still has every frame, and decodes to the delta."""
+    nbytes = (5 << 20) + 777
+    old: Tensors = {"a": ("U8", (nbytes,), bytes(nbytes)), "b": ("U8", (nbytes,), bytes(nbytes))}
+    data = bytearray(nbytes)
+    data[(3 << 20) + 5] = 1
+    new = {**old, "a": ("U8", (nbytes,), bytes(data))}
+    base = make_checkpoint(tmp_path / "base", old)
+    publish_steps(tmp_path / "s", base, [new], encoding=encoding)
+    index, blobs, _ = read_version(tmp_path / "s", 1)
+    assert set(index["weight_map"]) == {"a"}
+    if encoding == "xor":
+        assert decode_blob(blobs["a"][2]) == bytes(data)
+    pull(tmp_path / "local", base, tmp_path / "s", 1)
+    assert read_checkpoint(tmp_path / "local") == bytes_of(new)
 
 
 def test_the_error_of_a_block_is_not_hidden_by_those_that_waited_for_an_earlier_one() -> None:
