@@ -132,7 +132,7 @@ def survey(
         versions=tuple(placed),
         applied_version=applied,
         marker=marker.state if marker is not None else None,
-        seed_version=next((row.version for row in placed if row.state == "seed"), None),
+        seed_version=_newest_full(rows),
         newest_ready=max(ready, default=applied),
         gaps=_missing(rows),
         aggregate=replace(aggregate, state="ready") if aggregate is not None else None,
@@ -281,8 +281,7 @@ def _read(source: Source, found: SourceVersion, path: Path, piece: memoryview, o
 
 def _place(rows: list[VersionRow], applied: int | None) -> list[VersionRow]:
     """Give every row that could be opened its state in the chain."""
-    good = [row for row in rows if row.problem is None]
-    seed = max((row.version for row in good if row.kind == "full"), default=None)
+    seed = _newest_full(rows)
     reached = {0, applied if applied is not None else 0}
     placed = []
     for row in rows:
@@ -296,6 +295,11 @@ def _place(rows: list[VersionRow], applied: int | None) -> list[VersionRow]:
             reached.add(row.version)
         placed.append(_with_state(row, fits=fits, seed=seed, applied=applied))
     return placed
+
+
+def _newest_full(rows: list[VersionRow]) -> int | None:
+    good = (row.version for row in rows if row.kind == "full" and row.problem is None)
+    return max(good, default=None)
 
 
 def _with_state(

@@ -16,7 +16,7 @@ import pytest
 import gpusync
 from gpusync import errors
 from gpusync.config import Settings
-from tests import support
+from tests import support, wire
 
 DOCUMENTS = (
     "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md",
@@ -131,6 +131,24 @@ def test_shell_lines_name_commands_options_and_targets_that_exist(
         assert seen == set(command.commands)  # type: ignore[attr-defined]
 
 
+def test_readme_commands_run_one_after_the_other(
+    read: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Word by word as they stand there; the server, which stays, is started elsewhere."""
+    from gpusync.cli.commands import main
+
+    monkeypatch.chdir(tmp_path)
+    section = read("README.md").split("## Command line\n")[1].split("\n## ")[0]
+    commands = [line[1:] for line in shell_lines(section)]
+    assert commands.pop()[0] == "serve"
+    assert len(commands) >= 9
+    for command in commands:
+        assert main(command) == 0, command
+    assert wire.marker_version(tmp_path / "run" / "host") == 7
+    replayed = wire.read_tensors(tmp_path / "run" / "host")
+    assert replayed == wire.read_tensors(tmp_path / "run" / "base")
+
+
 def test_the_curl_example_is_a_request_that_the_server_takes(read: Any) -> None:
     server = pytest.importorskip("gpusync.server.app", reason="the extra gpusync[server] is absent")
     (curl,) = [line for line in shell_lines(read("README.md")) if line[:1] == ["curl"]]
@@ -175,7 +193,7 @@ def test_exit_status_table_is_complete(read: Any) -> None:
     from gpusync.cli.commands import USAGE_EXIT_CODE
     from gpusync.outcome import STOPPED_EXIT_CODE
 
-    rows = table(read("README.md"), "warmup --device cpu\n```")
+    rows = table(read("README.md"), "## Command line\n")
     bug = errors.GpuSyncError.exit_code
     expected = {0, bug, USAGE_EXIT_CODE, STOPPED_EXIT_CODE, *error_classes().values()}
     assert {int(row[0]) for row in rows} == expected
@@ -294,7 +312,6 @@ def test_alerts_and_dashboard_ask_for_what_is_exported(document: str, read: Any)
 def test_log_lines_in_the_document_have_the_fields_that_are_logged(
     read: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from tests import wire
     from tests.driver import model_at, open_chain
 
     stream = wire.Stream(tmp_path / "stream")

@@ -108,6 +108,17 @@ def test_a_real_folder_is_drawn(
         assert line in out
 
 
+def test_a_full_version_that_is_applied_is_still_the_newest_full_one(tmp_path: Path) -> None:
+    stream = wire.Stream(tmp_path / "stream")
+    stream.full()
+    stream.delta()
+    for target, states in ((1, ["applied", "ready"]), (2, ["seed", "applied"])):
+        driver.pull(stream, target)
+        seen = survey(stream.source, checkpoint=stream.local)
+        assert seen.seed_version == 1
+        assert [row.state for row in seen.versions] == states
+
+
 # ---- doctor -------------------------------------------------------------------------------------------
 
 
