@@ -6,6 +6,8 @@ import inspect
 import json
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -307,6 +309,23 @@ def test_alerts_and_dashboard_ask_for_what_is_exported(document: str, read: Any)
     if document == "docs/grafana.json":
         named = {words(row[0])[0] for row in table(read("docs/OPERATIONS.md"), "## Metrics\n")}
         assert seen == named, "the dashboard shows every metric"
+
+
+def test_the_metrics_example_serves_what_a_pull_counts(read: Any, tmp_path: Path) -> None:
+    pytest.importorskip("prometheus_client", reason="the extra gpusync[server] is absent")
+    stream = wire.Stream(tmp_path / "stream")
+    stream.delta()
+    (example,) = blocks(read("docs/OPERATIONS.md"), "python")
+    code = f"""{example.replace("9105", "0")}
+import gpusync, sys
+gpusync.pull(*sys.argv[1:4], 1)
+print(prometheus_client.generate_latest().decode())
+"""
+    folders = (str(stream.local), str(stream.base), str(stream.source))
+    done = subprocess.run(
+        [sys.executable, "-c", code, *folders], capture_output=True, text=True, timeout=100
+    )
+    assert "gpusync_applied_version 1.0" in done.stdout.splitlines(), done.stderr
 
 
 def test_log_lines_in_the_document_have_the_fields_that_are_logged(
