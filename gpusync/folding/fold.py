@@ -23,9 +23,10 @@ from gpusync.folder.files import FileStamp, OpenFiles
 from gpusync.folding.openblob import OpenBlob
 from gpusync.folding.scratch import ScratchFile
 from gpusync.format.digest import Hasher, new_hasher
+from gpusync.format.encodings import Layer
 from gpusync.format.frames import MAX_WINDOW, WindowTooLargeError
 from gpusync.published.blobs import BlobSource
-from gpusync.published.seeking import SeekingBlob, open_seeking
+from gpusync.published.seeking import open_seeking
 from gpusync.types import Algorithm, Digest
 
 if TYPE_CHECKING:  # it loads torch, which a disk-only pull has no use for
@@ -223,7 +224,7 @@ class Fold:
         max_window: int,
         wanted: Wanted | None,
     ) -> Pieces:
-        layers: Sequence[SeekingBlob] | None = None
+        layers: Sequence[Layer] | None = None
         if wanted is not None:
             layers = open_seeking(blobs, nbytes, buffer.size, max_window)
         if layers is None:
@@ -240,7 +241,7 @@ class Fold:
 
 
 def _apply(
-    layers: Sequence[OpenBlob | SeekingBlob],
+    layers: Sequence[Layer],
     nbytes: int,
     origin: Origin | None,
     buffer: Bytes,

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from gpusync.format.encodings import Layer
 from gpusync.format.frames import BlobReader
+from gpusync.format.rows import BAND_NBYTES, band_at, count_bands, read_record
 from gpusync.published.blobmaps import BlobMap, read_blob_map
 from gpusync.published.blobs import BlobFile, BlobSource, locate_blob
 
@@ -41,47 +43,93 @@ class SeekingBlob:
 
     def _decode(self, offset: int, nbytes: int) -> Bytes:
         first, end = self._frames.covering(offset, offset + nbytes)
-        begin, behind = self._frames.extent(first, end)
         content_begin, content_end = self._frames.content(first, end)
         content_nbytes = content_end - content_begin
         if self._buffer.size < content_nbytes:
             self._buffer = np.empty(content_nbytes, np.uint8)
         content = self._buffer[:content_nbytes]
-        reader = BlobReader(
-            _Part(self._blob, begin, behind).read,
-            nbytes=behind - begin,
-            content_nbytes=content_nbytes,
-            max_window=self._max_window,
-            where=self._blob.where_at(begin),
-        )
+        reader = _read_frames(self._blob, self._frames, first, end, self._max_window)
         reader.readinto(content.data)
         reader.finish()
         return content[offset - content_begin :][:nbytes]
 
 
+class SeekingRows:
+    """An xor_rows blob with a frame for each record, as :class:`SeekingBlob`; pieces are whole bands."""
+
+    def __init__(self, blob: BlobFile, frames: BlobMap, nbytes: int, max_window: int) -> None:
+        self._blob = blob
+        self._frames = frames
+        self._nbytes = nbytes
+        self._max_window = max_window
+
+    def start(self, piece: Bytes, offset: int) -> None:
+        """Fill ``piece`` with the delta from ``offset`` on."""
+        piece.fill(0)
+        self.apply(piece, offset)
+
+    def apply(self, piece: Bytes, offset: int) -> None:
+        """Change ``piece``, the tensor's bytes from ``offset`` on, in place."""
+        first, end = offset // BAND_NBYTES, count_bands(offset + piece.size)
+        reader = _read_frames(self._blob, self._frames, first, end, self._max_window)
+        for number in range(first, end):
+            band = band_at(self._nbytes, number * BAND_NBYTES)
+            delta = read_record(reader, band, self._blob.where)
+            delta.xor_into(piece[band.begin - offset :][: band.nbytes])
+        reader.finish()
+
+    def finish(self) -> None:
+        """Nothing is held: each piece's records have ended where the map says."""
+
+
 def open_seeking(
     sources: Sequence[BlobSource], nbytes: int, piece_nbytes: int, max_window: int
-) -> list[SeekingBlob] | None:
+) -> list[Layer] | None:
     """Return a tensor's deltas as layers that may pass over pieces; None where they must be decoded from front to back.
 
     Parameters
     ----------
     nbytes, piece_nbytes
-        Size of the tensor, and the most that a piece has: no frame may hold more.
+        Size of the tensor, and the most that a piece has: no frame may hold more, and no band be cut.
 
     Raises
     ------
     FrameFormatError, SourceNotReadyError, VersionConflictError, HeaderFormatError
         As :func:`gpusync.published.blobmaps.read_blob_map`.
     """
-    layers: list[SeekingBlob] = []
+    layers: list[Layer] = []
     for source in sources:
         blob = locate_blob(source)
-        found = read_blob_map(source, nbytes) if blob.encoding == "xor" else ""
-        if isinstance(found, str) or int(found.content_nbytes.max(initial=0)) > piece_nbytes:
+        if blob.encoding == "overwrite" or blob.encoding == "xor_sparse":
             return None
-        layers.append(SeekingBlob(blob, found, max_window))
+        in_rows = blob.encoding == "xor_rows"
+        if in_rows and piece_nbytes % BAND_NBYTES and piece_nbytes < nbytes:
+            return None
+        found = read_blob_map(source, nbytes)
+        if isinstance(found, str):
+            return None
+        if in_rows:
+            layers.append(SeekingRows(blob, found, nbytes, max_window))
+        elif int(found.content_nbytes.max(initial=0)) > piece_nbytes:
+            return None
+        else:
+            layers.append(SeekingBlob(blob, found, max_window))
     return layers
+
+
+def _read_frames(
+    blob: BlobFile, frames: BlobMap, first: int, end: int, max_window: int
+) -> BlobReader:
+    """Return a reader of the content of some frames."""
+    begin, behind = frames.extent(first, end)
+    content_begin, content_end = frames.content(first, end)
+    return BlobReader(
+        _Part(blob, begin, behind).read,
+        nbytes=behind - begin,
+        content_nbytes=content_end - content_begin,
+        max_window=max_window,
+        where=blob.where_at(begin),
+    )
 
 
 class _Part:

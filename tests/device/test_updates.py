@@ -21,6 +21,7 @@ from torch import nn
 import gpusync
 from gpusync.errors import DigestMismatchError
 from gpusync.placement.tensors import DTYPE_NAMES
+from gpusync.publisher.publish import publish_checkpoint
 from gpusync.testing import emulated_runtime
 from gpusync.types import ENCODINGS
 from tests import live, wire
@@ -584,3 +585,30 @@ def test_lists_that_do_not_fit_the_device_go_to_the_host_and_are_reported(
         report = gpusync.apply_to_model(model.module, stream.chain(1), device=device)
         assert model.held() == model.image(stream.states[1])
     assert any("change lists are in host memory" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("device", ON_EVERY_DEVICE)
+def test_a_publisher_of_rows_is_followed_on_the_device_alone(device: str, tmp_path: Path) -> None:
+    """xor, then rows, overwrite and rows again, over tensors of several bands; folder and model end on the same bytes."""
+    live.need(device)
+    sizes = (0, 1, 3, 257, (1 << 20) - 1, 1 << 20, (1 << 20) + 1, (2 << 20) + 777)
+    tensors = tuple(Spec(f"t{nbytes}", "U8", (nbytes,), gap=1) for nbytes in sizes)
+    published = Published(tmp_path / "stream", Case(tensors, (), 0, 3))
+    stream, base = published.stream, published.stream.base
+    for encoding in ("xor", "xor_rows", "overwrite", "xor_rows"):
+        step = step_of(tensors, encoding, density=0.01)
+        old = published.states[stream.last]
+        new = {spec.name: published.changed(spec, old[spec.name], step) for spec in tensors}
+        folder = tmp_path / f"at_{stream.last + 1}"
+        stream.write_checkpoint(folder, new)
+        report = publish_checkpoint(base, folder, stream.source, encoding=encoding)
+        assert report.tensors_changed == len(sizes) - 1
+        stream.last += 1
+        published.states[stream.last] = new
+        base = folder
+    model = live.model_from(stream.base, published.states[0], device)
+    chain = gpusync.open_chain(stream.source, 4, checkpoint=stream.local, base_dir=stream.base)
+    report = gpusync.apply_to_model(model, chain, device=device, durable=False)
+    assert report.tensors_by_path == {device: len(sizes) - 1}
+    assert live.bytes_of(model) == published.states[4]
+    assert wire.read_tensors(stream.local) == published.states[4]

@@ -17,6 +17,8 @@ from gpusync.folding.fold import Fold
 from gpusync.published.blobmaps import BlobMap, read_blob_map
 from gpusync.published.blobs import BlobFile, BlobSource
 from tests import wire
+from tests.reference import xor_rows
+from tests.unit.strategies import framed
 
 PIECE, FRAME = 1 << 17, 1 << 16
 NBYTES = 20 * PIECE + 1000
@@ -149,3 +151,29 @@ def test_blobs_of_one_frame_are_folded_from_front_to_back(
     kept = made.kept()
     Fold(PIECE, 1).run(NBYTES, kept, [made.blob(chain)], kept, (), None, wanted)
     assert b"".join(kept.pieces.values()) == made.new
+
+
+def test_of_xor_rows_only_the_bands_that_hold_wanted_pieces_are_read(tmp_path: Path) -> None:
+    band, bands = 1 << 20, 9
+    nbytes = (bands - 1) * band + 1001
+    row = wire.Row(wire.FIRST, "t.weight", "U8", (nbytes,), nbytes)
+    stream = wire.Stream(tmp_path / "stream", (row,))
+    old = np.frombuffer(stream.states[0][row.name], np.uint8)
+    new = old.copy()
+    new[np.random.default_rng(0).choice(nbytes, nbytes // 100)] ^= 3
+    records = xor_rows.encode((old ^ new).tobytes())
+    # The records of bands 2 and 3, which nobody wants, are of an unknown form.
+    bent = [b"\7" + one[1:] if at in (2, 3) else one for at, one in enumerate(records)]
+    bend = wire.Bend(blob={row.name: framed(bent)})
+    stream.delta(new={row.name: new.tobytes()}, encoding="xor_rows", bend=bend)
+    with gpusync.open_chain(stream.source, 1, base_dir=stream.base) as chain:
+        blob = BlobSource(chain.source.files, chain.route(0).deltas[0], row.name)
+        kept, piece = Kept(old), 2 * band
+        asked = {4 * band, 8 * band}
+        Fold(piece, 1).run(nbytes, kept, [blob], kept, (), None, lambda offset, _: offset in asked)
+        assert kept.pieces == {at: new[at : at + piece].tobytes() for at in (0, *sorted(asked))}
+        with pytest.raises(FrameFormatError, match="form of a record"):
+            Fold(piece, 1).run(nbytes, kept, [blob], kept, (), None, lambda *_: True)
+        # Pieces that cut bands are folded from front to back, and so meet the bent record.
+        with pytest.raises(FrameFormatError, match="form of a record"):
+            Fold(band // 2, 1).run(nbytes, kept, [blob], kept, (), None, lambda *_: False)
