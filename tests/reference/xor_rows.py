@@ -127,6 +127,8 @@ BROKEN: dict[str, tuple[bytes, str]] = {
     "a value of 0": (record([2, 0, 0], [5, 6], [1, 0], [1, 0]), "the value 0"),
     "a count too many": (record([2, 0, 2], [3, 127, 93], [1, 0, 7], [0, 2, 0]), "too early"),
     "a count too few": (record([1, 0, 1], [3, 127, 93], [1, 0, 7], [0, 2, 0]), "behind the tensor"),
+    "a change that no row counts": (record([1, 0, 0], [3, 5], [1, 1], [0, 0]), "longer"),
+    "changes without a row": (record([0, 0, 0], [3, 5], [1, 1], [0, 0]), "longer"),
     "counts of 255": (record([255] * 3, [], [], []) + bytes(600), "too many changed words"),
     "one change more than rows may hold": (
         record([128, 105, 0], [*range(128), *range(105)], [1] * 233, [0] * 233),
