@@ -122,7 +122,10 @@ def test_a_failed_pull_is_400_with_the_errors_values(stream: wire.Stream) -> Non
         assert document["success"] is False
         assert document["error"] == "SourceNotReadyError"
         assert isinstance(document["message"], str)
-        assert metric(client, 'gpusync_failures_total{error="SourceNotReadyError",operation="pull"}') == 1
+        assert (
+            metric(client, 'gpusync_failures_total{error="SourceNotReadyError",operation="pull"}')
+            == 1
+        )
         assert metric(client, "gpusync_pulls_in_flight") == 0
         assert client.post("/pull_weights", json=body(stream, 1)).status_code == 200
 
@@ -151,7 +154,10 @@ def test_a_bug_is_500_in_the_same_shape(
         assert reply.status_code == 500
         assert reply.json()["success"] is False
         assert "secret detail" not in reply.text
-        assert metric(client, 'gpusync_failures_total{error="ZeroDivisionError",operation="pull"}') == 1
+        assert (
+            metric(client, 'gpusync_failures_total{error="ZeroDivisionError",operation="pull"}')
+            == 1
+        )
 
 
 def test_a_long_pull_never_blocks_health_and_equal_pulls_are_one(stream: wire.Stream) -> None:
