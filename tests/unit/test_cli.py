@@ -357,12 +357,16 @@ def test_demo_verifies_and_ends_with_one_json_line(
     assert "applied <- local" in capsys.readouterr().out
 
 
-def test_demo_at_a_terminal_ends_with_words(
+def test_demo_at_a_terminal_ends_with_a_short_document(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     assert cli.main(["demo", "--megabytes", "2"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1].startswith("every byte compared and equal")
+    *shown, last = capsys.readouterr().out.splitlines()
+    assert shown[-1].startswith("every byte compared and equal")
+    document = json.loads(last)
+    assert document["verified"] is True
+    assert not {"steps", "healed"} & document.keys()  # the table says what is in them
 
 
 # ---- errors and signals ----------------------------------------------------------------------------------
