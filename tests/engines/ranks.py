@@ -374,7 +374,7 @@ def _fails_adding(patch: pytest.MonkeyPatch) -> None:
     """Reading its shares, and nothing else."""
     failing = _raises(OSError(5, "Input/output error"))
     patch.setattr(
-        "gpusync.ranks.sharefile.fsio", SimpleNamespace(**vars(fsio) | {"pread_into": failing})
+        "gpusync.ranks.sharefile.fsio", SimpleNamespace(**vars(fsio) | {"pread_all": failing})
     )
 
 
