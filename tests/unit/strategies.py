@@ -141,7 +141,9 @@ def checkpoints(draw: st.DrawFn) -> tuple[dict[str, Any], bytes]:
         text = st.text(st.characters(exclude_categories=("Cs",)), max_size=5)
         rows["__metadata__"] = draw(st.dictionaries(text, text, max_size=3))
     position = 0
-    name = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\0"), min_size=1)
+    name = st.text(
+        st.characters(exclude_categories=("Cs",), exclude_characters="\0"), min_size=1
+    ).filter(lambda name: name != "__metadata__")
     for key in draw(st.lists(name, max_size=5, unique=True)):
         dtype = draw(st.sampled_from(sorted(NBYTES)))
         shape = draw(st.lists(st.integers(0, 4), max_size=3))
