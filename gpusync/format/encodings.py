@@ -29,8 +29,8 @@ SPARSE_MEMORY_BYTES = 4 << 20
 _STEP = 1 << 17
 _MAX_OVERWRITE_NBYTES = (1 << 32) - 1
 _KEY_NBYTES = 8
-# Decoded and XORed in at a time: half of a common L2 cache.
-_DELTA_NBYTES = 1 << 20
+# Decoded and XORed in at a time: a quarter of a common L2 cache.
+_DELTA_NBYTES = 1 << 19
 _local = threading.local()
 
 Spill = Callable[[], IO[bytes]]
