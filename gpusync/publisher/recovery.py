@@ -42,7 +42,7 @@ def recover_tensors(
     folder = store.begin_rebuilding(state.version)
     log.warning("kept_tensors_lost version=%s rebuilding=%s", state.version, folder)
     try:
-        # By the name that is resolved on first use: it loads torch, which publishing arrays does not take.
+        # By its public name: a publisher stands beside the local checkpoint, and calls it as any user does.
         gpusync.pull(folder, base_dir, source.path, state.version, durable=False)
     except CheckpointIOError:
         raise
