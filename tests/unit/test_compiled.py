@@ -1,0 +1,67 @@
+"""Compiled loops: their cache may be absent or damaged."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_MODULE = """
+from gpusync.compiled import compiled
+
+@compiled("uint64(uint64[::1])")
+def add(words):
+    total = words[0] & 0
+    for word in words:
+        total += word
+    return total
+"""
+_CALL = "import numpy, loop; print(loop.add(numpy.arange(5, dtype=numpy.uint64)))"
+
+
+def _run(folder: Path, cache: Path) -> subprocess.CompletedProcess[str]:
+    places = os.pathsep.join([str(folder), *sys.path])
+    env = os.environ | {"PYTHONPATH": places, "NUMBA_CACHE_DIR": str(cache)}
+    env |= {"XDG_CACHE_HOME": str(cache), "HOME": str(cache)}
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", _CALL], env=env, capture_output=True, text=True
+    )
+
+
+def _check(done: subprocess.CompletedProcess[str]) -> None:
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "10\n"
+
+
+def test_machine_code_is_kept_and_used_again(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    (tmp_path / "loop.py").write_text(_MODULE)
+    _check(_run(tmp_path, cache))
+    kept = {path: path.stat().st_mtime_ns for path in cache.rglob("*.nb*")}
+    assert len(kept) == 2
+    _check(_run(tmp_path, cache))
+    assert {path: path.stat().st_mtime_ns for path in cache.rglob("*.nb*")} == kept
+
+
+@pytest.mark.parametrize("suffix", ["nbi", "nbc"])
+def test_a_damaged_cache_is_passed_over_and_named(tmp_path: Path, suffix: str) -> None:
+    cache = tmp_path / "cache"
+    (tmp_path / "loop.py").write_text(_MODULE)
+    _check(_run(tmp_path, cache))
+    for path in cache.rglob(f"*.{suffix}"):
+        path.write_bytes(path.read_bytes()[:20])
+    done = _run(tmp_path, cache)
+    _check(done)
+    assert "NUMBA_CACHE_DIR" in done.stderr
+
+
+def test_without_a_folder_for_it_every_process_compiles(tmp_path: Path) -> None:
+    (tmp_path / "loop.py").write_text(_MODULE)
+    (tmp_path / "__pycache__").write_bytes(b"")
+    (tmp_path / "cache").write_bytes(b"")
+    done = _run(tmp_path, tmp_path / "cache" / "below")
+    _check(done)
+    assert "NUMBA_CACHE_DIR" in done.stderr
