@@ -7,7 +7,9 @@ counts for itself: with several workers, each exports its own.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import product
+from typing import get_args
 
 from prometheus_client import (
     REGISTRY,
@@ -18,10 +20,12 @@ from prometheus_client import (
     generate_latest,
 )
 
+from gpusync.errors import GpuSyncError
 from gpusync.observers import Operation, observe
 from gpusync.types import PullReport, UpdateReport
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_PATHS = ("cpu", "cuda", "emulated", "host_decode")
 _SECONDS = (0.001, 0.01, 0.05, 0.1, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600)
 
 
@@ -85,6 +89,11 @@ class Metrics:
             ["path"],
             registry=registry,
         )
+        # Prometheus sees an increase between two samples only: a counter that begins at its first failure would hide it.
+        for operation, error in product(get_args(Operation), _error_names(GpuSyncError)):
+            self._failures.labels(operation, error)
+        for path in _PATHS:
+            self._tensors.labels(path)
         self._applied_version = _gauge(
             registry, "applied_version", "Version of the local checkpoint after the last pull"
         )
@@ -154,6 +163,12 @@ class Metrics:
     def render(self) -> bytes:
         """Return the registry's metrics in Prometheus's text format."""
         return generate_latest(self._registry)
+
+
+def _error_names(root: type[GpuSyncError]) -> Iterator[str]:
+    for kind in root.__subclasses__():
+        yield kind.__name__
+        yield from _error_names(kind)
 
 
 def _gauge(registry: CollectorRegistry, name: str, text: str) -> Gauge:

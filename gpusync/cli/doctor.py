@@ -23,6 +23,7 @@ from gpusync.types import Report
 _PACKAGES = {
     "torch": ("torch",),
     "numpy": ("numpy",),
+    "numba": ("numba",),
     "zstandard": ("zstandard",),
     "xxhash": ("xxhash",),
     "safetensors": ("safetensors",),

@@ -91,7 +91,7 @@ def check_target(target_version: int) -> int:
     except TypeError as err:
         raise ChainError("target_version is not an integer", got=repr(target_version)) from err
     if target < 0:
-        raise ChainError("target_version is negative", got=hex(target))
+        raise ChainError("target_version is negative: 0 is the base, published versions begin at 1")
     if target > MAX_VERSION:
         raise SourceNotReadyError(f"versions end at {MAX_VERSION}; this one is never published")
     return target

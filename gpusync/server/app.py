@@ -178,9 +178,17 @@ def create_app(config: ServerConfig, stop: StopFlag | None = None) -> Starlette:
             asked = await asyncio.to_thread(parse_pull_request, body, config.roots)
             report = await service.pull(asked)
         except RequestError as err:
+            client = request.client.host if request.client else "unknown"
+            log.warning("pull_refused status=%d client=%s message=%s", err.status, client, err)
             return _reply(err.status, error_document(err))
         except (GpuSyncError, Stopped) as err:
-            log.warning("pull_failed error=%s message=%s", type(err).__name__, err)
+            log.warning(
+                "pull_failed error=%s target_version=%s folder=%s message=%s",
+                type(err).__name__,
+                asked and asked.target_version,
+                asked and asked.local_checkpoint_dir,
+                err,
+            )
             return _reply(400, _for_callers(error_document(err), asked, config))
         except ClientDisconnect:
             return _reply(400, error_document(RequestError(400, "the body ended too early")))

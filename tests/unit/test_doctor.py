@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -53,6 +54,13 @@ def test_a_folder_is_named_by_its_real_path(tmp_path: Path) -> None:
     assert found.path == os.path.realpath(real)
     assert found.file_system != "unknown"
     assert found.free_bytes > 0
+
+
+def test_diagnosis_names_every_package_that_touches_bytes(repository: Path) -> None:
+    tomllib = pytest.importorskip("tomllib", reason="tomllib comes with Python 3.11")
+    project = tomllib.loads((repository / "pyproject.toml").read_text())["project"]
+    needed = {re.split(r"\W", line)[0] for line in project["dependencies"]}
+    assert needed - {"rich", "typer"} <= set(diagnose(()).packages)
 
 
 def test_diagnosis_says_which_device_and_why_not_more(tmp_path: Path) -> None:

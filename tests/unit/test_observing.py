@@ -105,6 +105,13 @@ def test_rebuilt_tensors_are_counted(stream: wire.Stream, registry: Any) -> None
     assert sample(registry, "healed_tensors_total") == len(report.tensors_healed) > 0
 
 
+def test_what_alerts_look_for_is_exported_before_it_happens(registry: Any) -> None:
+    """Prometheus takes no first sample for an increase: these have to be there as zeros."""
+    for operation, error in (("commit", "ModelPoisonedError"), ("pull", "FrameFormatError")):
+        assert sample(registry, "failures_total", operation=operation, error=error) == 0
+    assert sample(registry, "tensors_total", path="host_decode") == 0
+
+
 def test_failures_are_counted_by_operation_and_class(stream: wire.Stream, registry: Any) -> None:
     def failures(operation: str, error: str) -> float | None:
         return sample(registry, "failures_total", operation=operation, error=error)

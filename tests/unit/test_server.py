@@ -314,6 +314,22 @@ def test_without_the_token_it_is_401(stream: wire.Stream, header: str | None) ->
     assert not stream.local.exists()
 
 
+def test_the_log_says_what_was_refused_and_what_failed(
+    stream: wire.Stream, caplog: pytest.LogCaptureFixture
+) -> None:
+    with serving(server.ServerConfig(stream.base, token=TOKEN)) as client:
+        client.post("/pull_weights", json=body(stream, 1))
+        headers = {"Authorization": f"Bearer {TOKEN}".encode()}
+        client.post("/pull_weights", json=body(stream, 9), headers=headers)
+    refused, failed = [line for line in caplog.messages if line.startswith("pull_")]
+    assert refused == (
+        "pull_refused status=401 client=127.0.0.1 message=a valid bearer token is required"
+    )
+    assert failed.startswith(
+        f"pull_failed error=SourceNotReadyError target_version=9 folder={stream.local} message="
+    )
+
+
 def test_with_the_token_it_pulls(stream: wire.Stream) -> None:
     with serving(server.ServerConfig(stream.base, token=TOKEN)) as client:
         headers = {"Authorization": f"Bearer {TOKEN}".encode()}
