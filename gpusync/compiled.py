@@ -8,7 +8,7 @@ stand in its own file, because numba's cache looks for changes in no other.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import numba
@@ -20,9 +20,9 @@ _Result = TypeVar("_Result")
 
 
 def compiled(
-    signature: str,
+    signatures: str | Sequence[str],
 ) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
-    """Return a decorator that compiles a function for one signature.
+    """Return a decorator that compiles a function for its signatures.
 
     Machine code is kept beside the source, in the user's cache folder where that is not writable, or in
     ``NUMBA_CACHE_DIR``; compiling takes a second or so a function. Where there is no such folder, or what is in it is
@@ -30,8 +30,8 @@ def compiled(
 
     Parameters
     ----------
-    signature
-        Types of result and arguments in numba's words. Integers within the function should be unsigned like its sizes:
+    signatures
+        Types of result and arguments in numba's words, one set or several. Integers within the function should be unsigned like its sizes:
         numba makes floats of mixed ones.
     """
     options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
@@ -39,10 +39,10 @@ def compiled(
     def compile_loop(loop: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
         made: Callable[_Arguments, _Result]
         try:
-            made = numba.njit(signature, cache=True, **options)(loop)
+            made = numba.njit(signatures, cache=True, **options)(loop)
         except Exception as err:
             # numba has no type for a bad cache; a mistake in the loop itself is raised again here.
-            made = numba.njit(signature, **options)(loop)
+            made = numba.njit(signatures, **options)(loop)
             _log.warning(
                 "numba's cache of compiled code cannot be used (%r): set NUMBA_CACHE_DIR to a folder of this user",
                 err,

@@ -40,6 +40,8 @@ Result = TypeVar("Result")
 # by one thread alone. Together: the decoders' memory stays under 16 x 8 MiB + 128 MiB.
 _STREAMS = 16
 _SHARED_WINDOW = 8 << 20
+# Bytes of a piece that all layers are applied to before the next: with decoded bytes beside it, within a common L2 cache.
+_PART_NBYTES = 1 << 20
 _large_window = threading.Lock()
 _local = threading.local()
 
@@ -235,9 +237,9 @@ class Fold:
                     )
                     for blob in blobs
                 ]
-                yield from _apply(opened, nbytes, origin, buffer, None)
-        else:
-            yield from _apply(layers, nbytes, origin, buffer, wanted)
+                yield from _apply(opened, nbytes, origin, buffer, None, _PART_NBYTES)
+        else:  # frames of a part would be decoded for every part that they reach into
+            yield from _apply(layers, nbytes, origin, buffer, wanted, buffer.size)
 
 
 def _apply(
@@ -246,18 +248,21 @@ def _apply(
     origin: Origin | None,
     buffer: Bytes,
     wanted: Wanted | None,
+    part_nbytes: int,
 ) -> Pieces:
-    """Yield the tensor's pieces with the layers applied."""
+    """Yield the tensor's pieces with the layers applied, all of them to one part after the other."""
     for offset in range(0, nbytes, buffer.size):
         piece = buffer[: min(buffer.size, nbytes - offset)]
         if offset and wanted is not None and not wanted(offset, piece.size):
             continue
         if origin is not None:
             origin.read_into(piece, offset)
-        else:
-            layers[0].start(piece, offset)
-        for layer in layers if origin is not None else layers[1:]:
-            layer.apply(piece, offset)
+        for begin in range(0, piece.size, part_nbytes):
+            part = piece[begin : begin + part_nbytes]
+            if origin is None:
+                layers[0].start(part, offset + begin)
+            for layer in layers if origin is not None else layers[1:]:
+                layer.apply(part, offset + begin)
         yield offset, piece
     for layer in layers:
         layer.finish()

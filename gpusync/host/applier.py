@@ -1,28 +1,29 @@
 """The CPU applier: tensors whose live bytes are host memory.
 
-Every part of a change list is checked against live memory just before it is stored. Checking everything first and
-storing afterwards would fetch each cache line from memory twice, and the pause is nothing but those fetches. So a
-sample of every region is looked at before the first store, each part is checked in full right before its own, and a
-part that does not fit has everything stored so far taken back from the words that were gathered.
+Change lists are checked against live memory step by step, each step just before it is stored. Checking everything first
+and storing afterwards would fetch each cache line from memory twice, and the pause is nothing but those fetches. So a
+sample of every region is looked at before the first store, and a step that does not fit has everything stored so far
+taken back to what prepare had seen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from gpusync.errors import DeviceError, ModelPoisonedError, PlacementError
 from gpusync.folding.fold import Fold, run_parallel
 from gpusync.folding.plan import TensorPlan, mismatch
-from gpusync.host.changes import ListBudget, RegionChanges
+from gpusync.host.changes import ENTRIES_PER_STEP, ListBudget, RegionChanges
 from gpusync.host.parts import LiveWork, PreparedPart
 from gpusync.host.sinks import ChangeList, LiveSink, SliceSink
 from gpusync.timing import Meter, StageClock
 from gpusync.types import Algorithm, Digest
 
-_RUNS_PER_WORKER = 4
-
-_Run = list[tuple[int, range]]
-"""Work for one thread: numbers of regions, and parts of each."""
+_SHARES_PER_WORKER = 4
 
 
 def prepare_host(work: LiveWork, fold: Fold, budget: ListBudget, meter: Meter) -> PreparedPart:
@@ -93,13 +94,23 @@ def _list_slices(
     return sink.finish()
 
 
+@dataclass(frozen=True)
+class _Run:
+    """Entries of one region's list for one thread; ``begun[0]`` is the end of those that may have been stored."""
+
+    region: RegionChanges
+    begin: int
+    end: int
+    begun: NDArray[np.uint64]
+
+
 class HostChanges:
     """Change lists over host memory; see :class:`gpusync.host.parts.LiveChanges`."""
 
     def __init__(self, changes: Sequence[RegionChanges], workers: int) -> None:
         self._changes = changes
         self._workers = workers
-        self._begun = [bytearray(len(region.seen)) for region in changes]
+        self._runs = list(_runs(changes, workers))
 
     @property
     def nbytes(self) -> int:
@@ -118,18 +129,13 @@ class HostChanges:
                 raise _changed(region)
 
     def store(self) -> None:
-        def run(run: _Run) -> None:
-            for number, parts in run:
-                region = self._changes[number]
-                for part in parts:
-                    places = region.places(part)
-                    if not region.gather(part, places):
-                        raise _changed(region)
-                    self._begun[number][part] = 1
-                    region.store(part, places)
+        def store_all(runs: list[_Run]) -> None:
+            for run in runs:
+                if not run.region.store(run.begin, run.end, run.begun):
+                    raise _changed(run.region)
 
         try:
-            run_parallel(run, self._runs(), self._workers)
+            run_parallel(store_all, self._runs, self._workers)
         except BaseException as err:
             self._take_back(err)
             if isinstance(err, PlacementError):
@@ -139,34 +145,34 @@ class HostChanges:
     def take_back(self) -> None:
         self._take_back(None)
 
-    def _runs(self) -> list[_Run]:
-        """Split all parts into runs of neighbours, a few per worker."""
-        count = sum(len(region.seen) for region in self._changes)
-        size = -(-count // (self._workers * _RUNS_PER_WORKER)) or 1
-        runs: list[_Run] = [[]]
-        room = size
-        for number, region in enumerate(self._changes):
-            start = 0
-            while start < len(region.seen):
-                stop = min(len(region.seen), start + room)
-                runs[-1].append((number, range(start, stop)))
-                room -= stop - start
-                start = stop
-                if not room:
-                    runs.append([])
-                    room = size
-        return runs
-
     def _take_back(self, cause: BaseException | None) -> None:
         try:
-            for region, flags in zip(self._changes, self._begun, strict=True):
-                for part, flag in enumerate(flags):
-                    if flag:
-                        region.take_back(part)
+            for runs in self._runs:
+                for run in runs:
+                    run.region.take_back(run.begin, int(run.begun[0]))
         except BaseException as err:
             raise ModelPoisonedError(
                 f"committing failed ({cause!r}) and could not be taken back: replace the process"
             ) from err
+
+
+def _runs(changes: Sequence[RegionChanges], workers: int) -> Iterator[list[_Run]]:
+    """Share all entries out, a few times as many shares as workers, each of neighbours and in whole steps."""
+    count = sum(region.index.size for region in changes)
+    size = max(1, -(-count // (workers * _SHARES_PER_WORKER * ENTRIES_PER_STEP))) * ENTRIES_PER_STEP
+    runs: list[_Run] = []
+    room = size
+    for region in changes:
+        begin = 0
+        while begin < region.index.size:
+            end = min(region.index.size, begin + room)
+            runs.append(_Run(region, begin, end, np.array([begin], np.uint64)))
+            room -= end - begin
+            begin = end
+            if not room:
+                yield runs
+                runs, room = [], size
+    yield runs
 
 
 def _changed(region: RegionChanges) -> PlacementError:

@@ -1,8 +1,8 @@
-"""Change lists: which 2-byte words of a live region change, and by what XOR.
+"""Change lists: which words of a live region change, and by what XOR.
 
 A list is made once per region, whatever the encodings and however many versions fold, and costs 8 bytes per changed
-word (12 in a region of 8 GiB and more). Its words are counted on the region's own grid; a last odd byte is an entry of its own, so that two regions never
-share one.
+2-byte word. Where a region's address is odd its words are single bytes; the last byte of an odd-sized region is a list
+of its own, so that two regions never share a word.
 """
 
 from __future__ import annotations
@@ -11,18 +11,16 @@ import threading
 from dataclasses import dataclass
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
 from gpusync.errors import ModelPoisonedError, OutOfScratchError
-
-Words = NDArray[np.uint16]
-Index = NDArray[np.unsignedinteger]
-Live = NDArray[np.unsignedinteger]
+from gpusync.host.loops import Words, store_words
 
 # Entries that are checked and stored in one go: the lines under them stay in a core's cache in between.
-_ENTRIES_PER_PART = 1 << 12
+ENTRIES_PER_STEP = 1 << 12
 _SAMPLE_STEP = 512
+MOST_WORDS = 1 << 32
+"""Live words that one stretch may reach over: what a uint32 index counts."""
 
 
 class ListBudget:
@@ -63,97 +61,57 @@ class ListBudget:
 
 @dataclass(frozen=True)
 class RegionChanges:
-    """A finished stretch of one region's change list, in parts of 4096 entries, the last one shorter.
+    """A finished stretch of one region's change list.
 
     Parameters
     ----------
     tensor
         The checkpoint's name for the region, for errors.
     live
-        The region's even-sized body as 2-byte words, or its last odd byte alone.
-    index, value
-        Unique, increasing word indexes into ``live``, and the XOR of each.
-    seen
-        For each part the digest of its live words as they were at prepare.
-    sample
-        Every 512th live word as it was at prepare.
-    words
-        Room for the live words that commit gathers: nothing large is allocated in the pause.
+        The live words from the stretch's first one on.
+    index
+        Unique indexes into ``live``, uint32.
+    value, seen
+        The XOR of each word, and the word as it was at prepare.
     """
 
     tensor: str
-    live: Live
-    index: Index
-    value: Live
-    seen: tuple[int, ...]
-    sample: Live
-    words: Live
+    live: Words
+    index: NDArray[np.uint32]
+    value: Words
+    seen: Words
 
     @property
     def nbytes(self) -> int:
         """Memory that the list takes."""
-        return self.index.nbytes + self.value.nbytes + self.words.nbytes
+        return self.index.nbytes + self.value.nbytes + self.seen.nbytes
 
     def sample_is_unchanged(self) -> bool:
         """Look at a few words before any is stored: a model that was reloaded or merged differs everywhere."""
         places = self.index[::_SAMPLE_STEP].astype(np.intp)
-        return bool(np.array_equal(self.live.take(places, mode="clip"), self.sample))
+        return bool(np.array_equal(self.live[places], self.seen[::_SAMPLE_STEP]))
 
-    def places(self, part: int) -> NDArray[np.intp]:
-        """Return one part's index, in the type that numpy gathers with."""
-        return self.index[_span(part)].astype(np.intp)
+    def store(self, begin: int, end: int, begun: NDArray[np.uint64]) -> bool:
+        """Store the entries from ``begin`` to ``end``, each step checked right before; return whether all were as seen.
 
-    def gather(self, part: int, places: NDArray[np.intp]) -> bool:
-        """Gather the live words under one part; return whether they are what they were at prepare."""
-        words = self.words[_span(part)]
-        self.live.take(places, out=words, mode="clip")
-        return _digest(words) == self.seen[part]
+        ``begun[0]`` is the end of the entries of which any may have been stored, whatever happens.
+        """
+        stopped = store_words(
+            self.live, self.index, self.value, self.seen, begin, end, ENTRIES_PER_STEP, begun
+        )
+        return int(stopped) == end
 
-    def store(self, part: int, places: NDArray[np.intp]) -> None:
-        """Store the gathered words with the list applied."""
-        span = _span(part)
-        self.live[places] = self.words[span] ^ self.value[span]
-
-    def take_back(self, part: int) -> None:
-        """Store the gathered words as they were, whether or not, or half, the part was stored.
+    def take_back(self, begin: int, end: int) -> None:
+        """Store the words as they were, whether or not, or half, the entries were stored.
 
         Raises
         ------
         ModelPoisonedError
             The live words do not come back.
         """
-        places = self.places(part)
-        self.live[places] = self.words[_span(part)]
-        if not self.gather(part, places):
+        places = self.index[begin:end].astype(np.intp)
+        self.live[places] = self.seen[begin:end]
+        if not np.array_equal(self.live[places], self.seen[begin:end]):
             raise ModelPoisonedError(
                 "the live words under a list are not what they were", tensor=self.tensor
             )
-
-
-def finish_changes(
-    tensor: str, live: Live, index: Index, value: Live, seen: Live, budget: ListBudget
-) -> RegionChanges:
-    """Return a finished list of words of ``live``, where ``seen`` are those words as they are now.
-
-    ``seen`` is kept, as room for the words that commit gathers.
-    """
-    parts = range(-(-index.size // _ENTRIES_PER_PART))
-    made = RegionChanges(
-        tensor,
-        live,
-        index,
-        value,
-        seen=tuple(_digest(seen[_span(part)]) for part in parts),
-        sample=seen[::_SAMPLE_STEP].copy(),
-        words=seen,  # it has done its part and is of the right size; its pages are there already
-    )
-    budget.take(made.nbytes)
-    return made
-
-
-def _span(part: int) -> slice:
-    return slice(part * _ENTRIES_PER_PART, (part + 1) * _ENTRIES_PER_PART)
-
-
-def _digest(words: Live) -> int:
-    return xxhash.xxh3_128_intdigest(words.data)

@@ -2,39 +2,33 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from gpusync.errors import KernelError
 from gpusync.folding.fold import Bytes
 from gpusync.format.digest import new_hasher
-from gpusync.host.changes import Index, ListBudget, Live, RegionChanges, Words, finish_changes
+from gpusync.host.changes import MOST_WORDS, ListBudget, RegionChanges
+from gpusync.host.loops import Words
+from gpusync.host.room import Room
 from gpusync.placement.slices import Slice, any_within
 from gpusync.ranks.sharefile import ShareWriter
 from gpusync.types import Algorithm, Digest
 
-# The narrow search runs over this many 8-byte words at a time: few calls, and still in cache.
-_WIDE_PER_SEARCH = 1 << 16
-_WORD = 2
+# Entries that make a finished stretch of a list: more are copied out of the thread's room at once.
+_ENTRIES_PER_STRETCH = 1 << 16
+room = Room()
 
 
 class ChangeList:
-    """One region's change list under construction. Live memory is only read."""
+    """One region's change list under construction, by one thread. Live memory is only read."""
 
     def __init__(self, tensor: str, live: Bytes, budget: ListBudget) -> None:
         self._tensor = tensor
         self._live = live
-        self._words = live[: live.size & ~1].view(np.uint16)
+        self._words = _as_words(live)
         self._budget = budget
-        self._index_type = np.uint32 if self._words.size < 1 << 32 else np.uint64
-        # Changed 8-byte words that were not searched yet: where, by what XOR, and the live ones.
-        capacity = min(_WIDE_PER_SEARCH, live.size // 8 + 1)
-        self._places = np.empty(capacity, np.intp)
-        self._diff = np.empty(capacity, np.uint64)
-        self._before = np.empty(capacity, np.uint64)
         self._made: list[RegionChanges] = []
         self.restart()
 
@@ -43,8 +37,8 @@ class ChangeList:
         self._budget.give_back(sum(made.nbytes for made in self._made))
         self._made = []
         self._count = 0
-        self._sum = 0
-        self._tail = 0
+        self._base = 0
+        self._last: RegionChanges | None = None
 
     def collect(self, diff: Bytes, new: Bytes, offset: int) -> None:
         """Add what changes in one piece. Live memory is not read again: what it held is new XOR ``diff``.
@@ -56,74 +50,43 @@ class ChangeList:
         offset
             Of the range in the region, a multiple of 8.
         """
-        body = diff.size & ~7
-        if body:
-            self._collect(diff[:body].view(np.uint64), new[:body].view(np.uint64), offset // 8)
-        rest = diff.size - body
-        if not rest:
-            return
-        padded = np.zeros((2, 8), np.uint8)
-        padded[0, :rest], padded[1, :rest] = diff[body:], new[body:]
-        if (offset + diff.size) % _WORD:
-            self._tail = int(padded[0, rest - 1])
-            padded[0, rest - 1] = 0
-        self._collect(padded[0].view(np.uint64), padded[1].view(np.uint64), (offset + body) // 8)
+        size = min(diff.size, self._words.nbytes - offset)
+        if size < diff.size and diff[size]:  # the last byte of an odd-sized region
+            self._last = RegionChanges(
+                self._tensor,
+                self._live[-1:],
+                np.zeros(1, np.uint32),
+                value=diff[size:].copy(),
+                seen=new[size:] ^ diff[size:],
+            )
+        unit = self._words.itemsize
+        if (offset + size) // unit - self._base > MOST_WORDS or not self._count:
+            self._finish_stretch()
+            self._base = offset // unit
+        first = offset // unit - self._base
+        self._count = room.list_words(
+            diff[:size], new[:size], first, self._words.dtype, self._count
+        )
+        if self._count >= _ENTRIES_PER_STRETCH:
+            self._finish_stretch()
 
     def finish(self) -> list[RegionChanges]:
-        """Return the finished list, in several pieces; a last odd byte is one of its own.
-
-        Raises
-        ------
-        KernelError
-            The entries do not add up to the differences that they were chosen from, modulo 2^64.
-        """
-        self._search()
-        if self._sum % (1 << 64):
-            raise KernelError(
-                "a change list does not add up to the difference that it was made of",
-                tensor=self._tensor,
-            )
-        if self._tail:
-            last, value = self._live[-1:], np.array([self._tail], np.uint8)
-            self._add(last, np.zeros(1, np.uint32), value, last.copy())
+        """Return the finished list, in several stretches; a last odd byte is one of its own."""
+        self._finish_stretch()
+        if self._last is not None:
+            self._add(self._last)
         return self._made
 
-    def _collect(self, diff: NDArray[np.uint64], new: NDArray[np.uint64], first_place: int) -> None:
-        """Keep the 8-byte words that change; most do not, and each call here is paid for by other threads too."""
-        places = _nonzero(diff)
-        if not places.size:
-            return
-        self._sum += int(np.add.reduce(diff))
-        while places.size:
-            fitting = places[: self._places.size - self._count]
-            span = slice(self._count, self._count + fitting.size)
-            np.add(fitting, first_place, out=self._places[span])
-            diff.take(fitting, out=self._diff[span], mode="clip")
-            new.take(fitting, out=self._before[span], mode="clip")
-            self._before[span] ^= self._diff[span]
-            self._count += fitting.size
-            places = places[fitting.size :]
-            if self._count == self._places.size:
-                self._search()
+    def _finish_stretch(self) -> None:
+        if self._count:
+            index, value, seen = room.entries(self._words.dtype, self._count)
+            live = self._words[self._base :]
+            self._add(RegionChanges(self._tensor, live, index.copy(), value.copy(), seen.copy()))
+            self._count = 0
 
-    def _search(self) -> None:
-        """Find the 2-byte words that change within the 8-byte words kept so far."""
-        if not self._count:
-            return
-        words = self._diff[: self._count].view(np.uint16)
-        chosen = (words != 0).nonzero()[0]
-        value: Words = words.take(chosen)
-        # Each 2-byte word weighs what its place in the 8-byte word makes it.
-        lanes = chosen & 3
-        by_lane = np.bincount(lanes, value, minlength=4)  # sums below 2^53: exact
-        self._sum -= sum(int(total) << (16 * lane) for lane, total in enumerate(by_lane))
-        index: Index = ((self._places.take(chosen >> 2) << 2) + lanes).astype(self._index_type)
-        seen: Words = self._before[: self._count].view(np.uint16).take(chosen)
-        self._count = 0
-        self._add(self._words, index, value, seen)
-
-    def _add(self, live: Live, index: Index, value: Live, seen: Live) -> None:
-        self._made.append(finish_changes(self._tensor, live, index, value, seen, self._budget))
+    def _add(self, made: RegionChanges) -> None:
+        self._budget.take(made.nbytes)
+        self._made.append(made)
 
 
 class SliceSink:
@@ -178,18 +141,25 @@ class SliceSink:
         return self._made
 
     def _collect(self, part: Slice, new: Bytes, begin: int, end: int) -> None:
-        kind: np.dtype[np.unsignedinteger] = np.dtype(np.uint16 if part.unit == 2 else np.uint8)
-        live: Live = part.from_live((begin, end)).view(kind)
-        diff: Live = np.bitwise_xor(live, new.view(kind))
-        chosen = diff.nonzero()[0]
-        if not chosen.size:
+        live = part.from_live((begin, end))
+        diff = np.bitwise_xor(live, new, out=room.bytes(new.size))
+        kind: np.dtype[np.unsignedinteger[Any]] = np.dtype(
+            np.uint16 if part.unit == 2 else np.uint8
+        )
+        count = room.list_words(diff, new, 0, kind, 0)
+        if not count:
             return
-        positions = part.live_positions(begin + chosen * kind.itemsize) // kind.itemsize
+        numbers, value, seen = room.entries(kind, count)
+        bytes_before = begin + numbers.astype(np.intp) * kind.itemsize
+        positions = part.live_positions(bytes_before) // kind.itemsize
         storage = part.data.numpy()
         words = storage[: storage.size // kind.itemsize * kind.itemsize].view(kind)
-        index: Index = positions.astype(np.uint32 if words.size < 1 << 32 else np.uint64)
-        made = finish_changes(self._tensor, words, index, diff[chosen], live[chosen], self._budget)
-        self._made.append(made)
+        for base in np.unique(positions // MOST_WORDS) * MOST_WORDS:
+            here = positions // MOST_WORDS == base // MOST_WORDS
+            index = (positions[here] - base).astype(np.uint32)
+            made = RegionChanges(self._tensor, words[base:], index, value[here], seen[here])
+            self._budget.take(made.nbytes)
+            self._made.append(made)
 
 
 class LiveSink:
@@ -228,7 +198,7 @@ class LiveSink:
             self._restart()
         self._written += piece.size
         live = self._live[offset : offset + piece.size]
-        other = np.bitwise_xor(piece, live, out=_scratch.bytes(piece.size))
+        other = np.bitwise_xor(piece, live, out=room.bytes(piece.size))
         new, diff = (other, piece) if self._holds_delta else (piece, other)
         for hasher in self._hashers.values():
             hasher.update(new.data)
@@ -250,38 +220,8 @@ class LiveSink:
             self._changes.restart()
 
 
-class _Scratch(threading.local):
-    """This thread's buffers for one piece; fresh large arrays cost a page fault per 4 KiB."""
-
-    def __init__(self) -> None:
-        self._bytes = np.empty(0, np.uint8)
-        self._flags = np.empty(0, np.bool_)
-
-    def bytes(self, nbytes: int) -> Bytes:
-        if self._bytes.size < nbytes:
-            self._bytes = np.empty(nbytes, np.uint8)
-        return self._bytes[:nbytes]
-
-    def flags(self, count: int) -> NDArray[np.bool_]:
-        if self._flags.size < count:
-            self._flags = np.empty(count, np.bool_)
-        return self._flags[:count]
-
-
-_scratch = _Scratch()
-
-
-def _nonzero(words: NDArray[np.uint64]) -> NDArray[np.intp]:
-    """Return where words are not zero. In two steps: numpy finds sparse places one by one, dense ones without a branch."""
-    groups = -(-words.size // 8)
-    flags = _scratch.flags(8 * groups)
-    flags[words.size :] = False
-    np.not_equal(words, 0, out=flags[: words.size])
-    eights = flags.view(np.uint64)
-    first = (eights != 0).nonzero()[0]
-    within = eights.take(first).view(np.bool_).nonzero()[0]
-    places: NDArray[np.intp] = first.take(within >> 3)
-    places <<= 3
-    within &= 7
-    places += within
-    return places
+def _as_words(live: Bytes) -> Words:
+    """Return the words of a region: of 2 bytes without a last odd one, or of one byte where it begins at an odd address."""
+    if live.ctypes.data % 2:
+        return live
+    return live[: live.size & ~1].view(np.uint16)

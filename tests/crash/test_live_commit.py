@@ -18,7 +18,7 @@ from gpusync.errors import (
     OutOfScratchError,
     PlacementError,
 )
-from gpusync.host.changes import RegionChanges
+from gpusync.host.changes import ENTRIES_PER_STEP, RegionChanges
 from tests import live, wire
 from tests.crash.harness import open_descriptors, state_files
 from tests.driver import Call, Trace, check_at, model_at, open_chain, pull, refused, update
@@ -49,18 +49,20 @@ class Stores:
     """Lets ``RegionChanges.store`` do its work but for the k-th call, which fails before, within or after it."""
 
     def __init__(self, patch: pytest.MonkeyPatch, fail_at: int, how: str) -> None:
-        self.calls = 0
+        self.calls = self.entries = 0
         real = RegionChanges.store
 
-        def store(region: RegionChanges, part: int, places: Any) -> None:
+        def store(region: RegionChanges, begin: int, end: int, begun: Any) -> bool:
             number, self.calls = self.calls, self.calls + 1
             if number != fail_at:
-                return real(region, part, places)
-            if how == "within":  # every list here is one part
-                half = (places.size + 1) // 2
-                region.live[places[:half]] = region.words[:half] ^ region.value[:half]
+                done = real(region, begin, end, begun)
+                self.entries += int(begun[0]) - begin
+                return done
+            if how == "within":
+                real(region, begin, begin + (end - begin + 1) // 2, begun)
+                begun[0] = end
             elif how == "after":
-                real(region, part, places)
+                real(region, begin, end, begun)
             raise Lost(f"store {number}")
 
         patch.setattr(RegionChanges, "store", store)
@@ -122,7 +124,7 @@ def test_a_store_that_can_not_be_taken_back_poisons_the_model(
     pending = prepare(stream, model)
     before = wire.snapshot(stream.local)
 
-    def fail(region: RegionChanges, part: int) -> None:
+    def fail(region: RegionChanges, begin: int, end: int) -> None:
         raise Lost("take back")
 
     with pytest.MonkeyPatch.context() as patch:
@@ -191,10 +193,10 @@ def test_weights_that_changed_since_prepare_are_noticed_before_the_first_store(
         assert stores.calls == 0
 
 
-def test_a_word_that_changed_in_the_last_part_has_every_part_before_it_taken_back(
+def test_a_word_that_changed_in_the_last_step_has_every_step_before_it_taken_back(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No sample holds the word, so parts are stored before the check that finds it."""
+    """No sample holds the word, so steps are stored before the check that finds it."""
     monkeypatch.setenv("GPUSYNC_THREADS", "1")
     nbytes = 64 << 10
     stream = wire.Stream(
@@ -210,7 +212,7 @@ def test_a_word_that_changed_in_the_last_part_has_every_part_before_it_taken_bac
         stores = Stores(patch, -1, "")
         with pytest.raises(PlacementError, match=r"big\.weight"):
             pending.commit()
-    assert stores.calls == nbytes // 2 // 4096 - 1
+    assert stores.entries == nbytes // 2 - ENTRIES_PER_STEP
     assert live.bytes_of(model) == before
     flat[-1] ^= 0x10
     gpusync.apply_to_model(model, open_chain(stream, 1, checkpoint=None), write_back="none")

@@ -296,11 +296,11 @@ def _fails_to_store(patch: pytest.MonkeyPatch) -> None:
     real = RegionChanges.store
     calls = []
 
-    def store(region: RegionChanges, part: int, places: Any) -> None:
-        calls.append(part)
+    def store(region: RegionChanges, *run: Any) -> bool:
+        calls.append(run)
         if len(calls) == 2:
             raise OSError("no such memory")
-        real(region, part, places)
+        return real(region, *run)
 
     patch.setattr(RegionChanges, "store", store)
 

@@ -198,11 +198,11 @@ def test_a_store_that_fails_is_taken_back_in_all_modules(
     update = gpusync.prepare(model, open_chain(stream, 1), relayout=relayout)
     real, calls = RegionChanges.store, []
 
-    def store(region: RegionChanges, part: int, places: Any) -> None:
-        calls.append(part)
+    def store(region: RegionChanges, *run: Any) -> bool:
+        calls.append(run)
         if len(calls) == 5:
             raise OSError("no such memory")
-        real(region, part, places)
+        return real(region, *run)
 
     monkeypatch.setattr(RegionChanges, "store", store)
     with pytest.raises(gpusync.DeviceError, match="taken back"):

@@ -1,0 +1,111 @@
+"""Compiled loops over change lists: finding changed words, and storing them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpusync.compiled import compiled
+
+Words = NDArray[np.unsignedinteger[Any]]
+"""Live bytes as words: of 2 bytes, or of 1 where the address is odd."""
+
+_U64 = np.uint64
+
+
+@compiled(
+    [
+        f"uint64(uint64[::1], uint64[::1], uint64, uint32[::1], {word}[::1], {word}[::1], uint64)"
+        for word in ("uint16", "uint8")
+    ]
+)
+def list_words(
+    diff: NDArray[np.uint64],
+    new: NDArray[np.uint64],
+    first: int,
+    index: NDArray[np.uint32],
+    value: Words,
+    seen: Words,
+    count: int,
+) -> np.uint64:
+    """Add the changed words of one piece to a list; return how many the list holds then.
+
+    Parameters
+    ----------
+    diff, new
+        New XOR live, and the new bytes, of the piece: a multiple of 8 words.
+    first
+        Number of the piece's first word.
+    index, value, seen
+        Numbers of changed words, the XOR of each, and the live word: new XOR value. There is room for every word of the
+        piece behind the ``count`` that are there, and for 8 more.
+    """
+    bits = _U64(8 * value.itemsize)
+    lanes = _U64(8 // value.itemsize)
+    mask = (_U64(1) << bits) - _U64(1)
+    found = _U64(count)
+    for group in range(_U64(diff.size) // _U64(8)):
+        # Most groups hold no change: one branch for all of them.
+        begin = group * _U64(8)
+        union = diff[begin] | diff[begin + _U64(1)] | diff[begin + _U64(2)] | diff[begin + _U64(3)]
+        begin += _U64(4)
+        union |= diff[begin] | diff[begin + _U64(1)] | diff[begin + _U64(2)] | diff[begin + _U64(3)]
+        if union == _U64(0):
+            continue
+        begin = group * _U64(8)
+        for at in range(begin, begin + _U64(8)):
+            wide = diff[at]
+            if wide == _U64(0):
+                continue
+            live = new[at] ^ wide
+            number = first + at * lanes
+            for lane in range(lanes):
+                # Stored in any case, and kept where it is a change: no branch.
+                word = wide >> (bits * lane) & mask
+                index[found] = number + lane
+                value[found] = word
+                seen[found] = live >> (bits * lane) & mask
+                found += _U64(word != _U64(0))
+    return found
+
+
+@compiled(
+    [
+        f"uint64({word}[::1], uint32[::1], {word}[::1], {word}[::1], uint64, uint64, uint64, uint64[::1])"
+        for word in ("uint16", "uint8")
+    ]
+)
+def store_words(
+    live: Words,
+    index: NDArray[np.uint32],
+    value: Words,
+    seen: Words,
+    begin: int,
+    end: int,
+    step: int,
+    begun: NDArray[np.uint64],
+) -> np.uint64:
+    """XOR the entries from ``begin`` to ``end`` into live words, ``step`` at a time, each step checked before its own.
+
+    Returns the entry that it stopped before: ``end``, or the begin of a step of which a live word is not the one seen.
+
+    Parameters
+    ----------
+    begun
+        ``begun[0]`` is set to the end of a step before anything of it is stored.
+    """
+    done = _U64(begin)
+    while done < _U64(end):
+        stop = min(done + _U64(step), _U64(end))
+        differs = _U64(0)
+        for at in range(done, stop):
+            differs |= _U64(live[index[at]] ^ seen[at])
+        if differs != _U64(0):
+            return done
+        begun[0] = stop
+        for at in range(done, stop):
+            live[index[at]] = seen[at] ^ value[at]
+        done = stop
+    return done

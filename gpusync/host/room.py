@@ -1,0 +1,90 @@
+"""Where a thread collects the changed words of the pieces that it folds."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpusync.folding.fold import Bytes
+from gpusync.host.loops import Words, list_words
+
+# Bytes of a piece that the search takes at a time.
+_GROUP_NBYTES = 64
+
+
+class Room(threading.local):
+    """This thread's buffers; fresh large arrays cost a page fault per 4 KiB. One list is in it at a time."""
+
+    def __init__(self) -> None:
+        self._bytes = np.empty(0, np.uint8)
+        self._index: NDArray[np.uint32] = np.empty(0, np.uint32)
+        self._value: Words = np.empty(0, np.uint16)
+        self._seen: Words = np.empty(0, np.uint16)
+
+    def bytes(self, nbytes: int) -> Bytes:
+        """Return bytes to work in, of no list, aligned to 8."""
+        if self._bytes.size < nbytes:
+            self._bytes = np.empty(nbytes, np.uint8)
+        return self._bytes[:nbytes]
+
+    def list_words(
+        self,
+        diff: Bytes,
+        new: Bytes,
+        first: int,
+        kind: np.dtype[np.unsignedinteger[Any]],
+        count: int,
+    ) -> int:
+        """Add the changed words of a piece to the list; return how many it holds then.
+
+        Parameters
+        ----------
+        diff, new
+            New XOR live, and the new bytes, whole words; ``diff`` is aligned to 8 bytes.
+        first
+            Number of the piece's first word.
+        kind
+            uint16, or uint8 for words of one byte.
+        count
+            Entries that the list holds already; 0 for a new one.
+        """
+        self._reserve(count, (diff.size + _GROUP_NBYTES) // kind.itemsize + 8)
+        body = diff.size - diff.size % _GROUP_NBYTES
+        if body:
+            count = self._list(diff[:body], new[:body], first, kind, count)
+        rest = diff.size - body
+        if rest:
+            padded = np.zeros((2, _GROUP_NBYTES), np.uint8)
+            padded[0, :rest], padded[1, :rest] = diff[body:], new[body:]
+            count = self._list(padded[0], padded[1], first + body // kind.itemsize, kind, count)
+        return count
+
+    def entries(
+        self, kind: np.dtype[np.unsignedinteger[Any]], count: int
+    ) -> tuple[NDArray[np.uint32], Words, Words]:
+        """Return the list's index, value and seen; they are void once the next list begins."""
+        value, seen = self._value.view(kind), self._seen.view(kind)
+        return self._index[:count], value[:count], seen[:count]
+
+    def _list(
+        self,
+        diff: Bytes,
+        new: Bytes,
+        first: int,
+        kind: np.dtype[np.unsignedinteger[Any]],
+        count: int,
+    ) -> int:
+        wide = np.require(new.view(np.uint64), requirements="A")
+        value, seen = self._value.view(kind), self._seen.view(kind)
+        return int(list_words(diff.view(np.uint64), wide, first, self._index, value, seen, count))
+
+    def _reserve(self, count: int, more: int) -> None:
+        """Make room for ``more`` entries behind those that are there."""
+        if self._index.size < count + more:
+            self._index, self._value, self._seen = (
+                np.concatenate([array[:count], np.empty(more, array.dtype)])
+                for array in (self._index, self._value, self._seen)
+            )

@@ -1,0 +1,143 @@
+"""Change lists over host memory: what is listed, stored, refused and taken back, for every size and address."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from gpusync.errors import OutOfScratchError, PlacementError
+from gpusync.host import sinks
+from gpusync.host.applier import HostChanges
+from gpusync.host.changes import ENTRIES_PER_STEP, ListBudget, RegionChanges
+from gpusync.host.sinks import ChangeList
+
+Bytes = NDArray[np.uint8]
+
+_GUARD = 64
+_PIECE = 1 << 12
+
+
+def memory(nbytes: int, address: int, seed: int = 0) -> tuple[Bytes, Bytes]:
+    """Return random bytes that begin ``address`` bytes behind a multiple of 64, and all the memory around them."""
+    held = np.random.default_rng(seed).integers(0, 256, nbytes + 4 * _GUARD, np.uint8)
+    begin = _GUARD + (-held.ctypes.data) % 64 + address
+    return held[begin : begin + nbytes], held
+
+
+def lists_for(live: Bytes, new: Bytes, budget: ListBudget | None = None) -> list[RegionChanges]:
+    changes = ChangeList("w", live, budget or ListBudget(1 << 30))
+    for offset in range(0, live.size, _PIECE):
+        part = new[offset : offset + _PIECE]
+        changes.collect(live[offset : offset + _PIECE] ^ part, part, offset)
+    return changes.finish()
+
+
+def mutations(live: Bytes) -> dict[str, Bytes]:
+    """Return new bytes of a region, by what changes."""
+    rng = np.random.default_rng(live.size)
+    masks = {
+        "nothing": np.zeros(live.size, np.bool_),
+        "everything": np.ones(live.size, np.bool_),
+        "the first byte": np.arange(live.size) == 0,
+        "the last byte": np.arange(live.size) == live.size - 1,
+        "a hundredth": rng.random(live.size) < 0.01,
+        "a half": rng.random(live.size) < 0.5,
+    }
+    return {what: np.where(mask, live ^ 0x5A, live) for what, mask in masks.items()}
+
+
+SIZES = [0, 1, 2, 3, 7, 8, 9, 63, 64, 65, 127, 128, 129, _PIECE - 1, _PIECE, _PIECE + 1, 70_001]
+
+
+@pytest.mark.parametrize("address", [0, 1, 2, 3, 4, 7])
+@pytest.mark.parametrize("nbytes", SIZES)
+def test_a_list_makes_the_new_bytes_and_back_and_touches_nothing_else(
+    nbytes: int, address: int
+) -> None:
+    live, around = memory(nbytes, address)
+    for what, new in mutations(live).items():
+        before = around.copy()
+        changes = HostChanges(lists_for(live, new), workers=2)
+        differing = np.flatnonzero(live != new)
+        unit = 1 if address % 2 else 2
+        in_body = differing[differing < nbytes - nbytes % unit]
+        words = unit * np.unique(in_body // unit).size + (differing.size - in_body.size)
+        assert changes.changed_bytes == words, what
+        changes.check()
+        changes.store()
+        assert (live == new).all(), what
+        changes.take_back()
+        assert (around == before).all(), what
+
+
+@pytest.mark.parametrize("address", [0, 1])
+def test_a_word_that_changed_meanwhile_is_left_as_it_is_with_all_others(address: int) -> None:
+    live, _ = memory(1 << 16, address)
+    new = live ^ 1
+    entries = new.size // (2 - address)
+    assert entries > 3 * ENTRIES_PER_STEP
+    for at in (3, new.size // 2 + 5, new.size - 2):  # none of them is looked at by sample
+        changes = HostChanges(lists_for(live, new), workers=1)
+        live[at] ^= 0x80
+        changed = live.copy()
+        changes.check()
+        with pytest.raises(PlacementError, match="changed since prepare"):
+            changes.store()
+        assert (live == changed).all()
+        live[at] ^= 0x80
+
+
+def test_a_model_that_was_loaded_anew_is_seen_before_anything_is_stored() -> None:
+    live, _ = memory(1 << 16, 0)
+    changes = HostChanges(lists_for(live, live ^ 1), workers=1)
+    live[:] = np.random.default_rng(1).integers(0, 256, live.size, np.uint8)
+    with pytest.raises(PlacementError, match="changed since prepare"):
+        changes.check()
+
+
+def test_lists_of_more_than_an_index_reaches_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sinks, "MOST_WORDS", _PIECE)
+    live, _ = memory(20 * _PIECE + 5, 0)
+    for what, new in mutations(live).items():
+        lists = lists_for(live, new)
+        assert all(int(made.index.max()) < _PIECE for made in lists), what
+        before = live.copy()
+        changes = HostChanges(lists, workers=2)
+        changes.store()
+        assert (live == new).all(), what
+        changes.take_back()
+        assert (live == before).all(), what
+
+
+def test_lists_are_counted_against_their_cap_and_given_back() -> None:
+    live, _ = memory(1 << 16, 0)
+    budget = ListBudget(8 * (live.size // 2))
+    changes = ChangeList("w", live, budget)
+    for _ in range(2):
+        changes.restart()
+        changes.collect(np.full(live.size, 1, np.uint8), live ^ 1, 0)
+        made = changes.finish()
+        assert sum(part.nbytes for part in made) == budget.used_bytes == 4 * live.size
+    tight = ListBudget(8 * (live.size // 2) - 1)
+    with pytest.raises(OutOfScratchError, match="change lists do not fit"):
+        lists_for(live, live ^ 1, tight)
+
+
+def test_no_index_of_the_compiled_loops_is_out_of_bounds(tmp_path: Path) -> None:
+    """All of this file again, with numba's checks of every index compiled in."""
+    env = os.environ | {"NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": str(tmp_path)}
+    if os.environ.get("NUMBA_BOUNDSCHECK"):
+        return
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__],
+        env=env,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
