@@ -210,6 +210,7 @@ class KernelError(DeviceError):
 class OutOfScratchError(DeviceError):
     """A memory cap would be exceeded; ``needed_bytes`` and ``budget_bytes`` say by how much."""
 
+    FIELDS = (*DeviceError.FIELDS, "needed_bytes", "budget_bytes")
     needed_bytes: int | None = None
     budget_bytes: int | None = None
 

@@ -69,7 +69,7 @@ _ADVICE: tuple[tuple[type[GpuSyncError], str], ...] = (
     (OutOfScratchError, "raise the budget, or apply the chain as several updates"),
     (
         DeviceError,
-        "nothing was committed; pull to the local checkpoint and let the engine reload it",
+        "this call changed nothing; pull to the local checkpoint and let the engine reload it",
     ),
     (ModelPoisonedError, "replace the serving process: its weights are in an unknown state"),
 )

@@ -30,6 +30,9 @@ from gpusync.outcome import (
 )
 
 USAGE_EXIT_CODE = 2
+REBUILD_ADVICE = (
+    "gpusync verify LOCAL --repair --source SOURCE rebuilds the bad tensors from what is published"
+)
 
 app = typer.Typer(
     name="gpusync",
@@ -228,9 +231,13 @@ def verify(
     )
     if as_json:
         document = success_document(message, report.to_dict())
-        console.print_document({**document, "success": report.ok})
+        if not report.ok:
+            document = {**document, "success": False, "what_to_do": REBUILD_ADVICE}
+        console.print_document(document)
     else:
         views.show_verify(report, message)
+        if not report.ok:
+            console.print_note(f"what to do: {REBUILD_ADVICE}")
     return 0 if report.ok else DigestMismatchError.exit_code
 
 

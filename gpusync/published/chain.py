@@ -88,7 +88,7 @@ class Chain:
             The base is not a readable checkpoint.
         """
         if self.base_dir is None:
-            raise ChainError("version 0 is needed, and no base_dir was given", version=0)
+            raise ChainError("version 0 is needed, and no base_dir (--base) was given", version=0)
         if self._base is None:
             try:
                 self._base = read_layout(self.base_dir, self.source.files, self.settings)

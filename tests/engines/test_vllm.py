@@ -7,6 +7,8 @@ import itertools
 import multiprocessing
 import os
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -221,6 +223,18 @@ def errors_keep_their_class(live: Live) -> None:
         live.call("gpusync_commit")
     with pytest.raises(Exception, match="unexpected keyword argument 'colour'"):
         live.call("gpusync_apply", live.source, 1, **live.where, colour="red")
+
+
+def test_the_example_follows_its_trainer(repository: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(repository / "docs/examples/vllm_cpu.py"), str(tmp_path / "run")],
+        env={**os.environ, "PYTHONPATH": str(repository)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "served and local checkpoint are at version 3" in done.stdout.splitlines()
 
 
 def test_packed_weights_are_refused(tmp_path: Path) -> None:

@@ -165,6 +165,28 @@ def test_the_curl_example_is_a_request_that_the_server_takes(read: Any) -> None:
 # ---- tables -------------------------------------------------------------------------------------------
 
 
+def test_json_table_lists_the_fields_of_the_reports(read: Any) -> None:
+    from gpusync.cli import demo, doctor, survey
+    from gpusync.publisher.version_writer import PublishReport
+    from gpusync.types import BadTensor, PullReport, VerifyReport
+
+    rows = table(read("docs/OPERATIONS.md"), "## What `--json` prints\n")
+    listed = {row[0].strip("`"): words(row[1].split(";")[0]) for row in rows}
+    shown: dict[str, Any] = {
+        "demo": demo.DemoResult,
+        "publish": PublishReport,
+        "pull": PullReport,
+        "inspect": survey.Survey,
+        "each of `versions": survey.VersionRow,
+        "verify": VerifyReport,
+        "each of `bad": BadTensor,
+        "doctor": doctor.Diagnosis,
+    }
+    for name, report in shown.items():
+        assert listed.pop(name) == [field.name for field in fields(report)], name
+    assert listed == {"warmup": ["device"], "serve": ["host", "port"]}
+
+
 def test_settings_table_equals_settings(read: Any) -> None:
     rows = {
         words(row[0])[0]: "".join(words(row[1]))

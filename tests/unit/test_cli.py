@@ -262,8 +262,10 @@ def test_verify_exits_with_4_until_repaired(
     assert code == 4
     assert document["success"] is False
     assert [bad["tensor"] for bad in document["bad"]] == ["b.lut"]
+    assert "--repair --source" in document["what_to_do"]
     assert cli.main(["verify", str(stream.local)]) == 4
-    assert "b.lut" in capsys.readouterr().out
+    shown = capsys.readouterr()
+    assert "b.lut" in shown.out and "--repair --source" in shown.err
     folders = ["--source", str(stream.source), "--base", str(stream.base)]
     code, document = run_json(capsys, ["verify", str(stream.local), "--repair", *folders])
     assert code == 0

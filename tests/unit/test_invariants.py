@@ -407,6 +407,7 @@ def test_i6_bounded_memory(stream: wire.Stream, monkeypatch: pytest.MonkeyPatch)
         update(stream, model, 2)
     assert caught.value.needed_bytes > caught.value.budget_bytes  # type: ignore[attr-defined]
     assert caught.value.budget_bytes == 1024  # type: ignore[attr-defined]
+    assert f"needed_bytes {caught.value.needed_bytes}, budget_bytes 1024]" in str(caught.value)  # type: ignore[attr-defined]
     monkeypatch.delenv("GPUSYNC_CHANGE_LIST_BYTES")
     report = update(stream, model, 2)
     assert 0 < report.change_list_bytes < 1 << 20
