@@ -17,7 +17,7 @@ _U64 = np.uint64
 
 @compiled(
     [
-        f"uint64(uint64[::1], uint64[::1], uint64, uint32[::1], {word}[::1], {word}[::1], uint64)"
+        f"uint64(uint64[::1], uint64[::1], uint64, uint32[::1], {word}[::1], {word}[::1], uint64, uint32[::1])"
         for word in ("uint16", "uint8")
     ]
 )
@@ -29,42 +29,39 @@ def list_words(
     value: Words,
     seen: Words,
     count: int,
+    places: NDArray[np.uint32],
 ) -> np.uint64:
     """Add the changed words of one piece to a list; return how many the list holds then.
 
     Parameters
     ----------
     diff, new
-        New XOR live, and the new bytes, of the piece: a multiple of 8 words.
+        New XOR live, and the new bytes, of the piece.
     first
         Number of the piece's first word.
     index, value, seen
         Numbers of changed words, the XOR of each, and the live word: new XOR value. There is room for every word of the
-        piece behind the ``count`` that are there, and for 8 more.
+        piece behind the ``count`` that are there, and for one more.
+    places
+        Room for what this works with: small, so that it stays in cache.
     """
     bits = _U64(8 * value.itemsize)
     lanes = _U64(8 // value.itemsize)
     mask = (_U64(1) << bits) - _U64(1)
     found = _U64(count)
-    for group in range(_U64(diff.size) // _U64(8)):
-        # Most groups hold no change: one branch for all of them.
-        begin = group * _U64(8)
-        union = diff[begin] | diff[begin + _U64(1)] | diff[begin + _U64(2)] | diff[begin + _U64(3)]
-        begin += _U64(4)
-        union |= diff[begin] | diff[begin + _U64(1)] | diff[begin + _U64(2)] | diff[begin + _U64(3)]
-        if union == _U64(0):
-            continue
-        begin = group * _U64(8)
-        for at in range(begin, begin + _U64(8)):
-            wide = diff[at]
-            if wide == _U64(0):
-                continue
-            live = new[at] ^ wide
-            number = first + at * lanes
+    # Whether a word changes is a coin toss to the processor. So there is no branch: all are stored, and kept if changed.
+    for begin in range(_U64(0), _U64(diff.size), _U64(places.size)):
+        wide = _U64(0)
+        for at in range(begin, min(begin + _U64(places.size), _U64(diff.size))):
+            places[wide] = at
+            wide += _U64(diff[at] != _U64(0))
+        for number in range(wide):
+            place = _U64(places[number])
+            change = diff[place]
+            live = new[place] ^ change
             for lane in range(lanes):
-                # Stored in any case, and kept where it is a change: no branch.
-                word = wide >> (bits * lane) & mask
-                index[found] = number + lane
+                word = change >> (bits * lane) & mask
+                index[found] = first + place * lanes + lane
                 value[found] = word
                 seen[found] = live >> (bits * lane) & mask
                 found += _U64(word != _U64(0))

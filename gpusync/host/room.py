@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from gpusync.folding.fold import Bytes
 from gpusync.host.loops import Words, list_words
 
-# Bytes of a piece that the search takes at a time.
-_GROUP_NBYTES = 64
+# 8-byte words that are searched in one go.
+_WIDE_AT_ONCE = 512
 
 
 class Room(threading.local):
@@ -23,6 +23,7 @@ class Room(threading.local):
         self._index: NDArray[np.uint32] = np.empty(0, np.uint32)
         self._value: Words = np.empty(0, np.uint16)
         self._seen: Words = np.empty(0, np.uint16)
+        self._places: NDArray[np.uint32] = np.empty(_WIDE_AT_ONCE, np.uint32)
 
     def bytes(self, nbytes: int) -> Bytes:
         """Return bytes to work in, of no list, aligned to 8."""
@@ -51,13 +52,13 @@ class Room(threading.local):
         count
             Entries that the list holds already; 0 for a new one.
         """
-        self._reserve(count, (diff.size + _GROUP_NBYTES) // kind.itemsize + 8)
-        body = diff.size - diff.size % _GROUP_NBYTES
+        self._reserve(count, diff.size // kind.itemsize + 9)
+        body = diff.size & ~7
         if body:
             count = self._list(diff[:body], new[:body], first, kind, count)
         rest = diff.size - body
         if rest:
-            padded = np.zeros((2, _GROUP_NBYTES), np.uint8)
+            padded = np.zeros((2, 8), np.uint8)
             padded[0, :rest], padded[1, :rest] = diff[body:], new[body:]
             count = self._list(padded[0], padded[1], first + body // kind.itemsize, kind, count)
         return count
@@ -79,7 +80,8 @@ class Room(threading.local):
     ) -> int:
         wide = np.require(new.view(np.uint64), requirements="A")
         value, seen = self._value.view(kind), self._seen.view(kind)
-        return int(list_words(diff.view(np.uint64), wide, first, self._index, value, seen, count))
+        room = (self._index, value, seen)
+        return int(list_words(diff.view(np.uint64), wide, first, *room, count, self._places))
 
     def _reserve(self, count: int, more: int) -> None:
         """Make room for ``more`` entries behind those that are there."""
