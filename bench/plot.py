@@ -39,8 +39,8 @@ _COLOURS = {
     "commit": VERMILION, "reload": VERMILION, "open": YELLOW, "swap": GREEN,
 }  # fmt: skip
 _DARK = (BLUE, VERMILION)
-_LEAST_LABELLED = 0.07
-"""A share of the longest bar: narrower parts have no label."""
+_CHARACTER = 0.011
+"""Width of a label's character, as a share of the longest bar: parts that are narrower than their label have none."""
 _LEAST_NAMED = 0.003
 """Narrower parts are not in the legend either."""
 
@@ -145,7 +145,7 @@ def _draw_bars(axis: Axes, bars: list[Bar], title: str) -> None:
             drawn = axis.barh(number, seconds, left=begin, color=colour, edgecolor="white")
             if seconds > _LEAST_NAMED * longest:
                 named.setdefault(part, drawn)
-            if seconds > _LEAST_LABELLED * longest:
+            if seconds > max(len(part), len("0.00")) * _CHARACTER * longest:
                 ink = "white" if colour in _DARK else "black"
                 axis.bar_label(
                     drawn, [f"{part}\n{seconds:.2f}"], label_type="center", fontsize=8, color=ink
