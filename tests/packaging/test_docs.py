@@ -330,6 +330,30 @@ def test_alerts_and_dashboard_ask_for_what_is_exported(document: str, read: Any)
         assert seen == named, "the dashboard shows every metric"
 
 
+def test_the_dashboard_is_laid_out_and_asks_the_chosen_data_source(read: Any) -> None:
+    board = json.loads(read("docs/grafana.json"))
+    variables = {one["name"]: one["type"] for one in board["templating"]["list"]}
+    assert variables["source"] == "datasource"
+    asking = [*board["panels"], *(target for one in board["panels"] for target in one["targets"])]
+    assert {one["datasource"]["uid"] for one in asking} == {"${source}"}
+    ids = [one["id"] for one in board["panels"]]
+    assert len(set(ids)) == len(ids)
+    taken: set[tuple[int, int]] = set()
+    for one in board["panels"]:
+        at = one["gridPos"]
+        cells = {
+            (x, y)
+            for x in range(at["x"], at["x"] + at["w"])
+            for y in range(at["y"], at["y"] + at["h"])
+        }
+        assert max(x for x, _ in cells) < 24 and not cells & taken, one["title"]
+        taken |= cells
+        assert set(re.findall(r"\$(\w+)", json.dumps(one["targets"]))) <= {
+            *variables,
+            "__rate_interval",
+        }
+
+
 def test_the_metrics_example_serves_what_a_pull_counts(read: Any, tmp_path: Path) -> None:
     pytest.importorskip("prometheus_client", reason="the extra gpusync[server] is absent")
     stream = wire.Stream(tmp_path / "stream")
