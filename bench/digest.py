@@ -27,8 +27,8 @@ from gpusync.format.digest import new_hasher
 from gpusync.format.sums import (
     BLOCK_NBYTES,
     SUMS_NBYTES,
-    Fragments,
     SummedDigest,
+    add_sums,
     sums_of,
     tail_begin,
     whole_blocks,
@@ -127,8 +127,8 @@ class _Sliced:
                 return
             at = first * self._run
             piece = data[at : at + int((ends - begins).sum())]
-            blocks, added = sums_of(Fragments.of(begins, ends), piece)
-            sums[blocks] += added
+            blocks, added = sums_of(begins, ends, piece)
+            add_sums(sums, 0, blocks, added)
 
 
 def _hold(what: str, expected: str, got: str) -> None:

@@ -14,7 +14,6 @@ from gpusync.errors import DeviceError, KernelError, OutOfScratchError
 from gpusync.format.sums import (
     BLOCK_NBYTES,
     Bytes,
-    Fragments,
     Sums,
     sums_of,
     tail_begin,
@@ -140,8 +139,8 @@ class ShareWriter:
         end = begin + new.size
         summed = min(end, self._blocks_end)
         if begin < summed:
-            fragments = Fragments.of(*self._extent.ranges(begin, summed))
-            self._add(*sums_of(fragments, new[: summed - begin]))
+            ranges = self._extent.ranges(begin, summed)
+            self._add(*sums_of(*ranges, new[: summed - begin]))
         if end > self._tail_begin:
             self._tail.append(new[max(0, self._tail_begin - begin) :].copy())
 

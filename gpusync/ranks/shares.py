@@ -21,7 +21,7 @@ from gpusync.format.sums import (
     SUMS_NBYTES,
     UNIT_NBYTES,
     Bytes,
-    counted,
+    blocks_of,
     tail_begin,
     whole_blocks,
 )
@@ -76,20 +76,13 @@ class Extent:
     def positions(self, begin: int, end: int) -> NDArray[np.intp]:
         """Return where, in the tensor, each of the bytes ``begin`` to ``end`` of the extent lies; for a few."""
         begins, ends = self.ranges(begin, end)
-        return np.repeat(begins, ends - begins) + counted(ends - begins)
+        found = [np.arange(*range_) for range_ in zip(begins, ends, strict=True)]
+        return np.concatenate(found or [begins])
 
     def blocks(self, first: int, end: int) -> NDArray[np.intp]:
         """Return which of the blocks from ``first`` to ``end`` have bytes of the extent."""
         begin, behind = self.before(first * BLOCK_NBYTES), self.before(end * BLOCK_NBYTES)
-        begins, ends = self.ranges(begin, behind)
-        if not begins.size:
-            return begins
-        firsts = begins // BLOCK_NBYTES
-        counts = (ends - 1) // BLOCK_NBYTES - firsts + 1
-        blocks = np.repeat(firsts, counts) + counted(counts)
-        new = np.ones(blocks.size, np.bool_)
-        np.not_equal(blocks[1:], blocks[:-1], out=new[1:])
-        return blocks[new]
+        return blocks_of(*self.ranges(begin, behind))
 
     def most_blocks(self, first: int, end: int) -> int:
         """Return a bound on the number of :meth:`blocks`, without counting them."""

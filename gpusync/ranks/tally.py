@@ -20,6 +20,7 @@ from gpusync.format.sums import (
     Bytes,
     SummedDigest,
     Sums,
+    add_sums,
     tail_begin,
     whole_blocks,
 )
@@ -182,8 +183,8 @@ class Tally:
                 if judged.unequal is None and not np.array_equal(counted, parts[other]):
                     judged.unequal = (holders[0], other)
             blocks = extent.blocks(step.first, step.end)
-            sums = counted[: blocks.size * SUMS_NBYTES].copy()
-            total[blocks - step.first] += sums.view(np.uint64).reshape(-1, 8)
+            sums = counted[: blocks.size * SUMS_NBYTES].view(np.uint64).reshape(-1, 8)
+            add_sums(total, step.first, blocks, sums)
             raw = counted[blocks.size * SUMS_NBYTES :]
             places = extent.positions(extent.nbytes - raw.size, extent.nbytes)
             tail[places - begin] = raw

@@ -15,15 +15,6 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from gpusync.errors import DigestMismatchError, GpuSyncError, OutOfScratchError
-from gpusync.format.sums import (
-    Fragments,
-    SummedDigest,
-    Sums,
-    add_blocks,
-    sums_of,
-    tail_begin,
-    whole_blocks,
-)
 from gpusync.ranks.sharefile import ShareFile
 from gpusync.ranks.shares import (
     Agreement,
@@ -37,26 +28,6 @@ from gpusync.ranks.shares import (
 from gpusync.ranks.tally import Tally, plan_swaps
 
 Bytes = NDArray[np.uint8]
-SIZES = (
-    1,
-    3,
-    15,
-    16,
-    17,
-    240,
-    241,
-    1023,
-    1024,
-    1025,
-    1030,
-    1087,
-    1088,
-    1089,
-    2048,
-    2049,
-    5000,
-    65536,
-)
 
 
 def data_of(nbytes: int, seed: int = 0) -> Bytes:
@@ -65,40 +36,6 @@ def data_of(nbytes: int, seed: int = 0) -> Bytes:
 
 def digest_of(data: Bytes) -> str:
     return xxhash.xxh3_128_hexdigest(data.tobytes())
-
-
-# ---- sums -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("nbytes", SIZES)
-@pytest.mark.parametrize("step", [1, 3, 1000])
-def test_the_sums_of_blocks_and_the_tail_make_the_digest(nbytes: int, step: int) -> None:
-    data, blocks = data_of(nbytes), whole_blocks(nbytes)
-    sums: Sums = np.zeros((blocks, 8), np.uint64)
-    add_blocks(sums, data[: blocks * 1024])
-    digest = SummedDigest(nbytes)
-    for first in range(0, blocks, step):
-        digest.add(sums[first : first + step])
-    assert digest.finish(data[tail_begin(nbytes) :]).hex == digest_of(data)
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.integers(1, 6), st.integers(0, 2**32), st.sampled_from([16, 64, 1024]))
-def test_sums_of_parts_add_up_to_those_of_the_whole(blocks: int, seed: int, unit: int) -> None:
-    data = data_of(blocks * 1024, seed)
-    whole: Sums = np.zeros((blocks, 8), np.uint64)
-    add_blocks(whole, data)
-    added: Sums = np.zeros((blocks, 8), np.uint64)
-    owners = np.random.default_rng(seed).integers(0, 3, blocks * 1024 // unit)
-    for owner in range(3):
-        mine = np.flatnonzero(owners == owner)
-        if mine.size:
-            begins = mine * unit
-            fragments = Fragments.of(begins, begins + unit)
-            held = np.concatenate([data[at : at + unit] for at in begins.tolist()])
-            found, sums = sums_of(fragments, held)
-            added[found] += sums
-    assert np.array_equal(added, whole)
 
 
 # ---- ranks ------------------------------------------------------------------------------------------------
