@@ -127,10 +127,11 @@ class Slice:
     def _gather(
         self, memory: torch.Tensor, begin: int, stride: int, part: tuple[int, int]
     ) -> Bytes:
-        views = [view.reshape(-1) for view in self._views(memory, begin, stride, part)]
-        if not views:
-            return np.empty(0, np.uint8)
-        gathered = torch.cat(views) if len(views) > 1 else views[0].clone()
+        gathered = torch.empty(part[1] - part[0], dtype=torch.uint8, device=memory.device)
+        at = 0
+        for view in self._views(memory, begin, stride, part):
+            gathered[at : at + view.numel()].view(view.shape).copy_(view)
+            at += view.numel()
         array: Bytes = gathered.cpu().numpy()
         return array
 
