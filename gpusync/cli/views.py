@@ -122,13 +122,15 @@ def show_diagnosis(found: Diagnosis) -> None:
     for ability in found.abilities:
         print_line(f"{'no ' if ability.missing else 'yes':<5}{ability.name}")
         if ability.missing:
-            print_line(f"     missing: {'; '.join(ability.missing)}")
+            for line in wrap(f"missing: {'; '.join(ability.missing)}", 75):
+                print_line(f"     {line}")
         if ability.install is not None:
             print_line(f"     {ability.install}")
     print_line("")
     print_line(f"a model on a GPU is updated by: {found.device}")
     for warning in found.warnings:
-        print_line(f"warning: {warning}")
+        for line in wrap(f"warning: {warning}", 80, subsequent_indent="  "):
+            print_line(line)
 
 
 def show_demo(result: DemoResult) -> None:

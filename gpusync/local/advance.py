@@ -270,8 +270,9 @@ class Advance:
         needed = sum(plan.nbytes for plan in plans)
         try:
             leave = settings.reserve_bytes if may_roll else 0
-            if needed and fsio.free_bytes(self._paths.state) < needed + leave:
-                raise OSError(errno.ENOSPC, f"no room to stage {needed} bytes")
+            if needed and (free := fsio.free_bytes(self._paths.state)) < needed + leave:
+                text = f"no room to stage {needed} bytes and leave {leave}: {free} are free"
+                raise OSError(errno.ENOSPC, text)
             reserve_shards(plans, self._paths.new_files)
         except OSError as err:
             no_room = err.errno in (errno.ENOSPC, errno.EDQUOT)

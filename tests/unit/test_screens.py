@@ -179,3 +179,6 @@ def test_the_screen_names_command_and_folder(
     assert str(tmp_path) in out
     assert "yes  checkpoints on disk" in out
     assert len(out.splitlines()) <= 24
+    reasons = [line for line in out.splitlines() if line.startswith("     ")]
+    reasons = [line for line in reasons if not line.strip().startswith(("pip ", "apt-get "))]
+    assert reasons and all(len(line) <= 80 for line in reasons)
