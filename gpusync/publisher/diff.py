@@ -210,7 +210,7 @@ class TensorDiff:
                 stream = new_compressor().compressobj(size=self.nbytes)
             for number in range(first, last):
                 delta = self._read(number)
-                is_changed = bool(delta.any())
+                is_changed = bool(delta.max())  # numpy's any() takes six times as long
                 if is_changed:
                     self._changed = True
                 if stream is not None:

@@ -55,10 +55,10 @@ class Publisher:
     base_dir
         Checkpoint that is version 0.
     state_dir
-        Where the last published tensors are kept, one copy of the model. Default: ``SOURCE_DIR.publisher`` beside
-        ``source_dir``; a local disk is faster where that one is shared storage. It must survive a restart of the
-        trainer: without it the run goes on from a full version only. It is not fsynced: what a power cut took is
-        rebuilt from ``base_dir`` and the published versions.
+        Where the last published tensors are kept, and those before, which the next are written over: two copies of
+        the model. Default: ``SOURCE_DIR.publisher`` beside ``source_dir``; a local disk is faster where that one is
+        shared storage. It must survive a restart of the trainer: without it the run goes on from a full version only.
+        It is not fsynced: what a power cut took is rebuilt from ``base_dir`` and the published versions.
     encoding, checksum, framing, frame_bytes
         See `publish_checkpoint`.
     run_id
@@ -128,13 +128,14 @@ class Publisher:
             self._last_version = None
             base = self._find_base(source, newest)
             version = base.version + 1
+            run_id = self._resolve_run(source, newest)
             state = self._states.begin(version, base.layout)
             try:
                 self.report = write_delta(
                     source,
                     base,
                     self._options,
-                    self._resolve_run(source, newest),
+                    run_id,
                     self._diffs(tensors, base, source.files, state),
                     start,
                     state=state,
@@ -209,7 +210,7 @@ class Publisher:
     def _settle(self, version: int) -> None:
         """The version is published: forget what led to it."""
         self._last_version = version
-        self._states.remove_others(version)
+        self._states.retire_others(version)
         if self._run_id is not None:
             self._states.record_run(self._run_id)
 

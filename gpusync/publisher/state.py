@@ -1,18 +1,32 @@
 """The tensors of the last published version, kept by a publisher between its steps.
 
 ``state_dir`` holds one folder per version, ``version_NNNNNN/model.safetensors`` (raw tensors) and ``state.json``, and
-``run.json``. Files are never written in place. A folder without a valid ``state.json``, which is written last, is not
-a state; the state that counts is the one whose version and fingerprint are those of the newest published version. So
-a crash before the version was renamed into place leaves the old state in force, and a crash after it the new one.
+``run.json``. A folder without a valid ``state.json``, which is written last, is not a state; the state that counts is
+the one whose version and fingerprint are those of the newest published version. So a crash before the version was
+renamed into place leaves the old state in force, and a crash after it the new one.
 
 ``state.json`` is fsynced, the tensors are not: a copy of the model on the disk at every step would take longer than
 all the rest. The state names the boot whose page cache holds them and the digest of each. After a power cut they are
 proven by these, or rebuilt (`recover_tensors`) into ``rebuilt_NNNNNN``, a local checkpoint with the same ``state.json``.
+
+The tensors before those in force are not freed but written over by the next state: memory of that size is slow to get
+and to give back. Steps, in this order:
+
+1. their ``state.json`` is removed: the folder is no state any more;
+2. the folder is renamed to ``spare``, in place of an older one;
+3. it is renamed to the next version's;
+4. the next version's tensors are written over the file;
+5. ``state.json`` is written anew.
+
+None of 1 to 4 is fsynced. A kill leaves them done in this order. A power cut may bring an old ``state.json`` back beside
+tensors that were written over, but as the state of another boot, whose tensors must be proven. The state in force has
+no part in this.
 """
 
 from __future__ import annotations
 
 import re
+import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +42,7 @@ from gpusync.format.index import parse_json_object
 from gpusync.types import Digest
 
 _FOLDER = re.compile(r"(version|rebuilt)_([0-9]{6,18})")
+_SPARE_NAME = "spare"
 _STATE_NAME = "state.json"
 _RUN_NAME = "run.json"
 _DATA_NAME = "model.safetensors"
@@ -54,14 +69,12 @@ class StateWriter:
     Parameters
     ----------
     folder
-        Its folder, made anew.
+        Its folder. A file of the right size in it is written over; anything else goes.
     layout
         The version before, for names, dtypes and shapes.
     """
 
     def __init__(self, folder: Path, layout: Layout) -> None:
-        fsio.remove_tree(folder)
-        fsio.make_dir(folder)
         self._folder = folder
         self._digests: dict[str, Digest] = {}
         entries = [layout.entry(name) for name in layout.file_of]
@@ -73,7 +86,13 @@ class StateWriter:
         for entry in entries:
             self._offsets[entry.name] = offset
             offset += entry.nbytes
-        self._fd = fsio.create(folder / _DATA_NAME)
+        data = folder / _DATA_NAME
+        if _is_spare(data, offset):
+            self._fd = fsio.open_for_writing(data)
+        else:
+            fsio.remove_tree(folder)
+            fsio.make_dir(folder)
+            self._fd = fsio.create(data)
         try:
             fsio.allocate(self._fd, offset)
             fsio.pwrite(self._fd, memoryview(header), 0)
@@ -125,9 +144,18 @@ class StateStore:
         return states[0] if states else None
 
     def begin(self, version: int, layout: Layout) -> StateWriter:
-        """Start the state of the next version; whatever stood under its name goes."""
+        """Start the state of the next version, over spare tensors where there are some.
+
+        What stood under its name goes, and what a killed publisher did not come to: states before the last version's.
+        """
         fsio.make_durable_dir(self._path)
-        return StateWriter(self._folder(version), layout)
+        for number, folder in self._folders():
+            if number == version or number < version - 1:
+                self._retire(folder)
+        folder = self._folder(version)
+        if fsio.exists(self._path / _SPARE_NAME):
+            fsio.rename(self._path / _SPARE_NAME, folder)
+        return StateWriter(folder, layout)
 
     def begin_rebuilding(self, version: int) -> Path:
         """Return the folder for the tensors of a version that are lost; whatever stood under its name goes."""
@@ -136,21 +164,45 @@ class StateStore:
         return folder
 
     def finish_rebuilding(self, state: PublisherState) -> None:
-        """The tensors are there again: have the state say so. The next publish removes what is left of the lost ones."""
+        """The tensors are there again: have the state say so. The next publish retires what is left of the lost ones."""
         _write_state(self._rebuilt(state.version), state.version, state.fingerprint, state.digests)
 
-    def remove_others(self, version: int) -> None:
-        """Remove the states of all other versions."""
-        if fsio.exists(self._path):
-            for name in fsio.list_dir(self._path):
-                if _FOLDER.fullmatch(name) and self._path / name != self._folder(version):
-                    fsio.remove_tree(self._path / name)
+    def retire_others(self, version: int) -> None:
+        """End the states of all other versions; the file of one stays as spare."""
+        for _, folder in self._folders():
+            if folder != self._folder(version):
+                self._retire(folder)
+
+    def _folders(self) -> list[tuple[int, Path]]:
+        """Return the folders of states, whole ones or not, with their versions."""
+        names = fsio.list_dir(self._path) if fsio.exists(self._path) else []
+        matches = [match for match in map(_FOLDER.fullmatch, names) if match is not None]
+        return [(int(match[2]), self._path / match[0]) for match in matches]
+
+    def _retire(self, folder: Path) -> None:
+        """Make a state's file the spare one; a folder that holds anything else goes."""
+        is_plain = fsio.exists(folder / _DATA_NAME) and stat.S_ISDIR(fsio.lstat(folder).st_mode)
+        if not is_plain or folder.name.startswith("rebuilt"):
+            fsio.remove_tree(folder)
+            return
+        fsio.unlink(folder / _STATE_NAME)
+        fsio.remove_tree(self._path / _SPARE_NAME)
+        fsio.rename(folder, self._path / _SPARE_NAME)
 
     def _folder(self, version: int) -> Path:
         return self._path / f"version_{version:06d}"
 
     def _rebuilt(self, version: int) -> Path:
         return self._path / f"rebuilt_{version:06d}"
+
+
+def _is_spare(data: Path, nbytes: int) -> bool:
+    """True where a file of that size is there to be written over, and is nothing else besides."""
+    try:
+        info = fsio.lstat(data)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return stat.S_ISREG(info.st_mode) and info.st_nlink == 1 and info.st_size == nbytes
 
 
 def _write_state(

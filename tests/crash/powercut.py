@@ -143,8 +143,9 @@ class Recorder:
 
     def _replace(self, call: SystemCall) -> None:
         assert call.to is not None
-        node = self._nodes.pop(call.path)
-        self._nodes[call.to] = node
+        node = self._nodes[call.path]
+        for path in [path for path in self._nodes if path.is_relative_to(call.path)]:
+            self._nodes[call.to / path.relative_to(call.path)] = self._nodes.pop(path)
         self.events.append(Entry(node, self._place(call.path), self._place(call.to)))
 
     def _close(self, call: SystemCall) -> None:

@@ -25,6 +25,7 @@ from tests.faults.publishing import (
 
 RUNS: dict[str, Callable[[Path], Publishing]] = {
     "delta": Publishing,
+    "over a spare": lambda root: Publishing(root, version=2),
     "the first": lambda root: Publishing(root, version=0),
     "full version": PublishingFull,
     "on a full version": PublishingOnFull,

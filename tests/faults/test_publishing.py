@@ -23,6 +23,7 @@ SELDOM = ("the first", "on a full version", "folders", "folders, the first")
 
 RUNS: dict[str, Callable[[Path], Publishing]] = {
     "delta": Publishing,
+    "over a spare": lambda root: Publishing(root, version=2),
     "the first": lambda root: Publishing(root, version=0),
     "full version": PublishingFull,
     "on a full version": PublishingOnFull,
