@@ -58,7 +58,7 @@ _MASK = (1 << 64) - 1
 _LAST_STRIPE_KEY, _LOW_HALF_KEY, _HIGH_HALF_KEY = 121, 11, 117
 
 # Compiled loops count in unsigned integers only: with signed ones among them they would become floats.
-_0, _1, _2, _4, _8, _32, _128 = map(np.uint64, (0, 1, 2, 4, 8, 32, 128))
+_0, _1, _2, _4, _8, _32, _128, _1024 = map(np.uint64, (0, 1, 2, 4, 8, 32, 128, 1024))
 _LOW = np.uint64(0xFFFFFFFF)
 _SHIFT = np.uint64(47)
 _FACTOR = np.uint64(_PRIME32_1)
@@ -92,24 +92,29 @@ def blocks_of(begins: Positions, ends: Positions) -> Positions:
     """
     if not begins.size:
         return np.empty(0, np.intp)
-    if (begins >= ends).any() or (begins[1:] < ends[:-1]).any() or begins[0] < 0:
+    most = int(ends[-1] - 1) // BLOCK_NBYTES - int(begins[0]) // BLOCK_NBYTES + 1
+    blocks: Positions = np.empty(max(0, most), np.intp)
+    count = _number(begins.view(np.uint64), ends.view(np.uint64), blocks.view(np.uint64))
+    if count > blocks.size:
         raise KernelError("a slice's ranges are not in order", got=f"{begins.size} ranges")
-    firsts, lasts = begins // BLOCK_NBYTES, (ends - 1) // BLOCK_NBYTES
-    most = min(int((lasts - firsts).sum()) + begins.size, int(lasts[-1] - firsts[0]) + 1)
-    blocks: Positions = np.empty(most, np.intp)
-    count = _number(firsts.view(np.uint64), lasts.view(np.uint64), blocks.view(np.uint64))
     return blocks[:count]
 
 
 @compiled("uint64(uint64[::1], uint64[::1], uint64[::1])")
-def _number(firsts: Words, lasts: Words, blocks: Words) -> np.uint64:
-    """Write the numbers of blocks that ranges go from and to, and return how many they are."""
-    count, behind = _0, _0
-    for number in range(firsts.size):
-        for block in range(max(firsts[number], behind), lasts[number] + _1):
+def _number(begins: Words, ends: Words, blocks: Words) -> np.uint64:
+    """Write the numbers of the blocks of ranges, and return how many they are; of bad ranges, more than there is room for."""
+    behind = _0
+    for number in range(np.uint64(begins.size)):
+        if begins[number] < behind or begins[number] >= ends[number]:
+            return ~_0
+        behind = ends[number]
+    count, next_block = _0, _0
+    for number in range(np.uint64(begins.size)):
+        end = (ends[number] - _1) // _1024 + _1
+        for block in range(max(begins[number] // _1024, next_block), end):
             blocks[count] = block
             count += _1
-        behind = lasts[number] + _1
+        next_block = end
     return count
 
 
@@ -200,17 +205,22 @@ def add_sums(total: Sums, first: int, blocks: Positions, sums: Sums) -> None:
         ``total`` has not all of the blocks.
     """
     rows = blocks - first
-    if len(rows) != len(sums) or (rows < 0).any() or (rows >= len(total)).any():
+    if len(rows) != len(sums) or not _add_rows(rows.view(np.uint64), sums, total):
         raise KernelError("sums are of other blocks", expected=len(total), got=len(sums))
-    _add_rows(rows.view(np.uint64), sums, total)
 
 
-@compiled("void(uint64[::1], Array(uint64, 2, 'C', readonly=True, aligned=False), uint64[:, ::1])")
-def _add_rows(rows: Words, sums: Sums, total: Sums) -> None:
-    """Add each row of ``sums`` to one of ``total``."""
+@compiled(
+    "boolean(uint64[::1], Array(uint64, 2, 'C', readonly=True, aligned=False), uint64[:, ::1])"
+)
+def _add_rows(rows: Words, sums: Sums, total: Sums) -> bool:
+    """Add each row of ``sums`` to one of ``total``; return False, and add nothing, where one is not there."""
+    for number in range(np.uint64(rows.size)):
+        if rows[number] >= np.uint64(len(total)):
+            return False
     for number in range(np.uint64(rows.size)):
         for lane in range(_8):
             total[rows[number], lane] += sums[number, lane]
+    return True
 
 
 class SummedDigest:
