@@ -163,6 +163,7 @@ class TensorDiff:
         self._blocks = -(-nbytes // options.block_nbytes)
         self._parts: list[list[EncodedFrame] | bytes | Changes | None] = [None] * self._blocks
         self._changed = False
+        self._numbers: Iterator[int] = iter(())
         self._turnstile = _Turnstile()
         self._left = 0
         self._unread = 0
@@ -170,18 +171,15 @@ class TensorDiff:
         self._lock = threading.Lock()
         self._futures: list[Future[TensorDelta | None]] = []
 
-    def start(self, pool: Executor) -> None:
-        """Hand the work to the pool, which must start tasks in the order given."""
-        step = max(1, self._blocks) if self._options.is_stream else 1
-        ranges = [
-            (first, min(first + step, self._blocks)) for first in range(0, self._blocks, step)
-        ]
-        ranges = ranges or [(0, 0)]
-        self._left = len(ranges)
+    def start(self, pool: Executor, threads: int) -> None:
+        """Hand the work to the pool: a task for each of its threads, which share out the blocks among them."""
+        tasks = 1 if self._options.is_stream else max(1, min(threads, self._blocks))
+        self._numbers = iter(range(self._blocks))
+        self._left = tasks
         self._unread = self._blocks
         if not self._blocks:
             self._is_read.set()
-        self._futures = [pool.submit(self._run, first, last) for first, last in ranges]
+        self._futures = [pool.submit(self._run) for _ in range(tasks)]
 
     def wait_until_read(self) -> None:
         """Wait until no thread looks at the new bytes any more; they are let go."""
@@ -202,13 +200,13 @@ class TensorDiff:
         results = [future.result() for future in self._futures]
         return next(result for result in results if result is not None)
 
-    def _run(self, first: int, last: int) -> TensorDelta | None:
-        """Work on some blocks; whoever ends last returns the tensor's result."""
+    def _run(self) -> TensorDelta | None:
+        """Work on one block after the other, as long as there are some; whoever ends last returns the tensor's result."""
         try:
             stream = None
             if self._options.is_stream:
                 stream = new_compressor().compressobj(size=self.nbytes)
-            for number in range(first, last):
+            for number in self._numbers:  # each goes to one thread
                 delta = self._read(number)
                 is_changed = bool(delta.max())  # numpy's any() takes six times as long
                 if is_changed:
@@ -298,8 +296,10 @@ def _encode_zeros(options: DeltaOptions, nbytes: int) -> list[EncodedFrame]:
     return _encode(options, np.zeros(nbytes, np.uint8))
 
 
-def diff_tensors(diffs: Iterable[TensorDiff], pool: Executor) -> Iterator[TensorDelta]:
-    """Run the diffs on the pool and yield their results in order.
+def diff_tensors(
+    diffs: Iterable[TensorDiff], pool: Executor, threads: int
+) -> Iterator[TensorDelta]:
+    """Run the diffs on the pool of so many threads and yield their results in order.
 
     The next diff is asked for only when the tensors in flight are within ``IN_FLIGHT_NBYTES``, and never while the
     bytes of a borrowed one are still looked at.
@@ -307,7 +307,7 @@ def diff_tensors(diffs: Iterable[TensorDiff], pool: Executor) -> Iterator[Tensor
     pending: deque[TensorDiff] = deque()
     in_flight = 0
     for diff in diffs:
-        diff.start(pool)
+        diff.start(pool, threads)
         pending.append(diff)
         in_flight += diff.nbytes
         if diff.borrowed:

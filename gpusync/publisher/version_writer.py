@@ -181,7 +181,7 @@ def write_delta(
     report = _reporter(progress, base.layout.nbytes)
     with pending_version(source.path, version) as pending, worker_threads(source.settings) as pool:
         writer = DeltaWriter(pending, options)
-        for delta in diff_tensors(diffs, pool):
+        for delta in diff_tensors(diffs, pool, source.settings.workers):
             writer.add(delta, base.layout.entry(delta.name))
             if state is not None:
                 state.record(delta.name, delta.digest)

@@ -274,7 +274,7 @@ def test_the_error_of_a_block_is_not_hidden_by_those_that_waited_for_an_earlier_
 
     diff = TensorDiff("a", nbytes, Old(), ArrayBytes(np.zeros(nbytes, np.uint8)), options)
     with ThreadPoolExecutor(3) as pool, pytest.raises(OSError, match="made by the test"):
-        list(diff_tensors([diff], pool))
+        list(diff_tensors([diff], pool, 3))
 
 
 def test_the_report_counts_what_was_written(tmp_path: Path, base_dir: Path, states: Any) -> None:
