@@ -1,6 +1,6 @@
 """Payloads of all encodings, applied to a tensor piece by piece.
 
-xor streams: one buffer is decoded, XORed in and used again. xor_rows streams band by band (rows.py). overwrite and
+xor streams: one buffer is decoded, XORed in and used again. xor_rows streams band by band (decode_rows.py). overwrite and
 xor_sparse name positions: the whole payload is read and judged first, so nothing of the tensor changes under a payload
 that breaks a rule.
 """
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from gpusync import fsio
 from gpusync.errors import OutOfScratchError
 from gpusync.format.frames import BlobReader, ReadBytes, Where
-from gpusync.format.rows import RowsLayer, most_payload_nbytes
+from gpusync.format.rows import most_payload_nbytes
 from gpusync.types import Encoding
 
 SPARSE_MEMORY_BYTES = 4 << 20
@@ -108,6 +108,8 @@ def open_layer(
             )
         )
     if encoding == "xor_rows":
+        from gpusync.format.decode_rows import RowsLayer  # it loads numba: only who needs it waits
+
         rows = BlobReader(
             read,
             nbytes=blob_nbytes,

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from gpusync.format.encodings import Layer
 from gpusync.format.frames import BlobReader
-from gpusync.format.rows import BAND_NBYTES, band_at, count_bands, read_record
+from gpusync.format.rows import BAND_NBYTES, band_at, count_bands
 from gpusync.published.blobmaps import BlobMap, read_blob_map
 from gpusync.published.blobs import BlobFile, BlobSource, locate_blob
 
@@ -70,12 +70,14 @@ class SeekingRows:
 
     def apply(self, piece: Bytes, offset: int) -> None:
         """Change ``piece``, the tensor's bytes from ``offset`` on, in place."""
+        from gpusync.format.decode_rows import xor_record  # it loads numba: only who needs it waits
+
         first, end = offset // BAND_NBYTES, count_bands(offset + piece.size)
         reader = _read_frames(self._blob, self._frames, first, end, self._max_window)
         for number in range(first, end):
             band = band_at(self._nbytes, number * BAND_NBYTES)
-            delta = read_record(reader, band, self._blob.where)
-            delta.xor_into(piece[band.begin - offset :][: band.nbytes])
+            target = piece[band.begin - offset :][: band.nbytes]
+            xor_record(reader, band, target, self._blob.where)
         reader.finish()
 
     def finish(self) -> None:

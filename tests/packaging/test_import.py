@@ -48,6 +48,22 @@ def test_pulling_and_verifying_on_disk_load_no_torch(repository: Path, tmp_path:
     assert run_python(code, repository) == "[]"
 
 
+@pytest.mark.parametrize(
+    ("encoding", "loaded"),
+    [("xor", False), ("overwrite", False), ("xor_sparse", False), ("xor_rows", True)],
+)
+def test_only_a_pull_of_xor_rows_loads_numba(
+    repository: Path, tmp_path: Path, encoding: str, loaded: bool
+) -> None:
+    base, published, _ = support.make_stream(tmp_path, versions=1, encoding=encoding)
+    code = (
+        "import sys, gpusync\n"
+        f"gpusync.pull({str(tmp_path / 'local')!r}, {str(base)!r}, {str(published)!r}, 1)\n"
+        "print('numba' in sys.modules)"
+    )
+    assert run_python(code, repository) == str(loaded)
+
+
 def test_every_public_name_resolves(repository: Path) -> None:
     code = (
         "import gpusync\n"

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import io
+import os
+import subprocess
+import sys
 import tracemalloc
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,11 +20,19 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from gpusync.errors import FrameFormatError
+from gpusync.format.decode_rows import xor_record
 from gpusync.format.encode import join_frames
 from gpusync.format.encode_rows import encode_rows
 from gpusync.format.encodings import Layer, open_layer
+from gpusync.format.frames import BlobReader
 from gpusync.format.framewalk import MAX_WINDOW
-from gpusync.format.rows import BAND_NBYTES, ROW_WORDS, least_payload_nbytes, most_payload_nbytes
+from gpusync.format.rows import (
+    BAND_NBYTES,
+    ROW_WORDS,
+    Band,
+    least_payload_nbytes,
+    most_payload_nbytes,
+)
 from gpusync.format.where import Where
 from tests.reference import xor_rows
 from tests.unit.strategies import compress, fixed, reads
@@ -92,6 +105,7 @@ def refusal_of(payload: bytes, nbytes: int) -> FrameFormatError:
 DENSITIES = [0.0, 0.01, 0.2, 0.6, 1.0]
 CASES = [(nbytes, density) for nbytes in SIZES for density in DENSITIES]
 CASES += [(nbytes, density) for nbytes in BAND_EDGES for density in (0.01, 0.6)]
+CASES += [(BAND_NBYTES, 1.0)]  # the most words that a search may find, and a row more
 
 
 @pytest.mark.parametrize(("nbytes", "density"), CASES)
@@ -104,6 +118,44 @@ def test_what_is_written_is_what_the_format_says(nbytes: int, density: float) ->
     assert len(frames) == -(-nbytes // BAND_NBYTES)
     sizes = [zstandard.get_frame_parameters(frame.data).content_size for frame in frames]
     assert sizes == [frame.content_nbytes for frame in frames]
+
+
+def planes_of(delta: bytes, *, rows: bool) -> list[bytes]:
+    """Planes of the record of a band, the form in front of the first."""
+    record = xor_rows.encode_record(delta, rows=rows)
+    words = -(-len(delta) // 2)
+    head = 1 + (-(-words // ROW_WORDS) if record[0] == 0 else words)
+    plane = (len(record) - head) // 3 if record[0] == 0 else len(delta) - words
+    return [
+        record[:head],
+        *(record[at : at + plane] for at in range(head, len(record), plane or 1)),
+    ]
+
+
+def frame_of(planes: list[bytes]) -> bytes:
+    """A frame in which every plane begins a block, by a match table of 64 entries."""
+    level = zstandard.ZstdCompressionParameters.from_level(1, hash_log=6, write_content_size=True)
+    stream = zstandard.ZstdCompressor(compression_params=level).compressobj(
+        size=sum(map(len, planes))
+    )
+    blocks = [
+        stream.compress(plane) + stream.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)
+        for plane in planes[:-1]
+    ]
+    return b"".join([*blocks, stream.compress(planes[-1]), stream.flush()])
+
+
+@pytest.mark.parametrize("nbytes", [*SIZES, BAND_NBYTES, BAND_NBYTES - 1])
+@pytest.mark.parametrize("density", [0.0, 0.0005, 0.01, 0.05, 0.1, 0.3, 0.6])
+def test_frames_are_those_of_a_plain_writer(nbytes: int, density: float) -> None:
+    delta = delta_of(nbytes, density)
+    padded = np.append(delta, np.zeros(nbytes % 2, np.uint8)).view("<u2")
+    rows, words = (frame_of(planes_of(delta.tobytes(), rows=rows)) for rows in (True, False))
+    few = np.count_nonzero(padded) <= padded.size / 8
+    expected = rows if few or len(rows) <= len(words) else words
+    at_an_odd_address = np.append(np.uint8(9), delta)[1:]
+    for piece in (delta, at_an_odd_address):
+        assert [frame.data for frame in encode_rows(piece)] == [expected]
 
 
 @pytest.mark.parametrize(("nbytes", "density"), CASES)
@@ -146,6 +198,27 @@ def test_pieces_of_changing_size_and_a_start_from_zeros() -> None:
         begin += piece.size
     layer.finish()
     np.testing.assert_array_equal(got, delta)
+
+
+def test_layers_that_take_turns_and_threads_do_not_meet() -> None:
+    nbytes, piece = 2 * BAND_NBYTES + 77, 300_000
+    deltas = [delta_of(nbytes, density, seed) for seed, density in enumerate((0.01, 0.2, 0.9))]
+    blobs = [join_frames(encode_rows(delta)) for delta in deltas]
+    expected = np.bitwise_xor.reduce(deltas)
+
+    def fold(_: int) -> Bytes:
+        tensor = np.zeros(nbytes, np.uint8)
+        layers = [open_(blob, nbytes) for blob in blobs]
+        for begin in range(0, nbytes, piece):
+            for layer in layers:
+                layer.apply(tensor[begin : begin + piece], begin)
+        for layer in layers:
+            layer.finish()
+        return tensor
+
+    with ThreadPoolExecutor(4) as pool:
+        for tensor in pool.map(fold, range(8)):
+            np.testing.assert_array_equal(tensor, expected)
 
 
 def test_tensors_over_4_gib_in_bounded_memory() -> None:
@@ -201,7 +274,7 @@ def test_memory_is_that_of_a_band(density: float) -> None:
     for begin in range(0, delta.size, piece.size):
         layer.apply(piece, begin)
     layer.finish()
-    assert tracemalloc.get_traced_memory()[1] < 6 * MIB
+    assert tracemalloc.get_traced_memory()[1] < 2.5 * MIB
     tracemalloc.stop()
 
 
@@ -229,6 +302,49 @@ def test_a_record_that_breaks_a_rule_is_refused_before_its_band_changes(name: st
     with pytest.raises(FrameFormatError):
         open_(compress(payload), NBYTES).apply(piece, 0)
     assert not piece.any()
+
+
+VALUES = {
+    "a form of 2": ("0 or 1", 2),
+    "a position of 128": (128, 128),
+    "a position of 255": (128, 255),
+    "a position behind the tensor": (350, 350),
+    "positions that fall": ("over 5", 4),
+    "a position twice": ("over 5", 5),
+    "a row of 129": ("over 127", 127),
+    "a value of 0": ("not 0", 0),
+    "a count too few": (350, 383),
+    "counts of 255": (232, 765),
+    "one change more than rows may hold": (232, 233),
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_a_refusal_has_the_values(name: str) -> None:
+    err = refusal_of(BROKEN[name][0], NBYTES)
+    assert (err.expected, err.got) == VALUES[name]
+
+
+def test_of_several_broken_rules_the_first_is_named() -> None:
+    err = refusal_of(record([4, 0, 0], [130, 9, 9, 200], [1, 1, 0, 1], [0] * 4), NBYTES)
+    assert (err.expected, err.got) == (128, 200)
+    err = refusal_of(record([4, 0, 1], [1, 9, 9, 7, 99], [0, 1, 1, 1, 1], [0] * 5), NBYTES)
+    assert (err.expected, err.got) == ("over 9", 9)
+
+
+def test_rows_that_begin_lower_than_the_row_before_ended() -> None:
+    counts = [0, 2, 0, 0, 1, 3, 0, 0]
+    good = record(counts, [7, 127, 0, 0, 1, 2], [1] * 6, [2] * 6)
+    got = apply_to(np.zeros(8 * ROW, np.uint8), compress(good)).view("<u2")
+    assert np.flatnonzero(got).tolist() == [135, 255, 512, 640, 641, 642]
+    bent = record(counts, [7, 127, 0, 0, 2, 1], [1] * 6, [2] * 6)
+    assert refusal_of(bent, 8 * ROW).expected == "over 2"
+
+
+def test_a_target_of_another_size_than_its_band_is_an_error() -> None:
+    reader = BlobReader(io.BytesIO(b"").read, nbytes=0, content_nbytes=0, where=WHERE)
+    with pytest.raises(ValueError, match="a band of 3 bytes, and a target of 2"):
+        xor_record(reader, Band(0, 3), np.zeros(2, np.uint8), WHERE)
 
 
 def test_a_change_behind_the_last_byte_is_refused() -> None:
@@ -275,3 +391,20 @@ def test_any_bytes_are_read_as_the_format_says_or_refused(data: Any) -> None:
     except FrameFormatError:
         got = None
     assert got == expected
+
+
+# ---- the compiled loops -------------------------------------------------------------------------------
+
+
+def test_no_loop_reaches_out_of_its_arrays(repository: Path, tmp_path: Path) -> None:
+    """The tests above once more, with every index checked."""
+    chosen = "any_ or rule or lower or (1048576 and not plain)"
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, "tests/unit/test_rows.py", "-k", chosen],
+        cwd=repository,
+        env=os.environ | {"NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
