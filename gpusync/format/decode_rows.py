@@ -23,10 +23,14 @@ _ROW_WORDS = _U64(ROW_WORDS)
 
 
 class _PerThread(threading.local):
-    """A record behind its form: it is as long as its band at most. Fresh memory would cost more than decoding into it."""
+    """Room for a record behind its form, which is as long as its band at most, and for a number with each change.
+
+    Fresh memory would cost more than decoding into it.
+    """
 
     def __init__(self) -> None:
         self.record: Bytes = np.empty(BAND_NBYTES, np.uint8)
+        self.begun = np.empty(Band(0, BAND_NBYTES).most_changes + 1, np.uint16)
 
 
 _local = _PerThread()
@@ -77,12 +81,12 @@ def _read_rows(reader: BlobReader, band: Band, record: Bytes, target: Bytes, whe
     content = record[band.rows : band.rows + 3 * changes]
     reader.readinto(content.data)
     planes = content.reshape(3, changes)
-    if not _xor_rows(counts, planes, target):
+    if not _xor_rows(counts, planes, _local.begun, target):
         raise _broken_rule(counts, planes, band, where)
 
 
-@compiled("boolean(uint8[::1], uint8[:, ::1], uint8[::1])")
-def _xor_rows(counts: Bytes, planes: Bytes, target: Bytes) -> bool:
+@compiled("boolean(uint8[::1], uint8[:, ::1], uint16[::1], uint8[::1])")
+def _xor_rows(counts: Bytes, planes: Bytes, begun: NDArray[np.uint16], target: Bytes) -> bool:
     """XOR the changes of a band into it; where they break a rule, change nothing and return False.
 
     Parameters
@@ -91,44 +95,43 @@ def _xor_rows(counts: Bytes, planes: Bytes, target: Bytes) -> bool:
         Changed words of each row of ``target``.
     planes
         Positions, first and second bytes of the changed words: as many as the counts add up to, at least one.
+    begun
+        Takes for each change how many rows begin with it or end empty before it; has room for one more.
     """
     positions, low, high = planes[0], planes[1], planes[2]
     rows, changes, nbytes = _U64(counts.size), _U64(positions.size), _U64(target.size)
     last_row, last_change = rows - _U64(1), changes - _U64(1)
 
-    # No loop but the last branches on what it reads: where rows end is not to be foreseen.
-    outside, idle = np.uint8(0), np.uint8(0)
+    # How many changes a row has cannot be foreseen, so no loop over rows has one over its changes in it.
+    for change in range(changes + _U64(1)):
+        begun[change] = 0
+    at = _U64(0)
+    for row in range(rows):
+        begun[at] += np.uint16(1)
+        at += _U64(counts[row])
+
+    outside, idle, falls = np.uint8(0), np.uint8(0), np.uint8(0)
     for change in range(changes):
         outside |= positions[change]
         idle |= np.uint8((low[change] | high[change]) == 0)
-    # A position may be no larger than the one before only where a row begins, as the first of all counts here.
-    falls = _U64(1)
     for change in range(_U64(1), changes):
-        falls += _U64(positions[change] <= positions[change - _U64(1)])
-    at = _U64(0)
-    for row in range(rows):
-        count = _U64(counts[row])
-        first = min(at, last_change)
-        before = first - _U64(first != _U64(0))
-        falls -= _U64(count != _U64(0)) & _U64(positions[first] <= positions[before])
-        at += count
-    if outside >= _ROW_WORDS or idle or falls != _U64(0):
+        falls |= np.uint8(begun[change] == 0) & np.uint8(
+            positions[change] <= positions[change - _U64(1)]
+        )
+    if outside >= _ROW_WORDS or idle or falls:
         return False
     if counts[last_row]:
         begin = (last_row * _ROW_WORDS + _U64(positions[last_change])) << _U64(1)
         if begin >= nbytes or (begin + _U64(1) == nbytes and high[last_change]):
             return False
 
-    at = _U64(0)
-    for row in range(rows):
-        row_begin = row * _ROW_WORDS
-        end = at + _U64(counts[row])
-        while at < end:
-            begin = (row_begin + _U64(positions[at])) << _U64(1)
-            target[begin] ^= low[at]
-            if begin + _U64(1) < nbytes:
-                target[begin + _U64(1)] ^= high[at]
-            at += _U64(1)
+    so_far = _U64(0)
+    for change in range(changes):
+        so_far += _U64(begun[change])
+        begin = ((so_far - _U64(1)) * _ROW_WORDS + _U64(positions[change])) << _U64(1)
+        target[begin] ^= low[change]
+        if begin + _U64(1) < nbytes:
+            target[begin + _U64(1)] ^= high[change]
     return True
 
 

@@ -187,6 +187,17 @@ def test_any_delta_there_and_back(
     np.testing.assert_array_equal(apply_to(old, blob, piece), old ^ delta)
 
 
+def test_the_most_changes_that_rows_of_a_band_may_hold() -> None:
+    delta = np.zeros(BAND_NBYTES, np.uint8)
+    most = Band(0, BAND_NBYTES).most_changes
+    delta[: 2 * most] = 5
+    (record,) = xor_rows.encode(delta.tobytes(), rows=True)
+    assert (record[0], len(record)) == (0, 1 + BAND_NBYTES)
+    np.testing.assert_array_equal(apply_to(np.zeros_like(delta), compress(record)), delta)
+    (words,) = xor_rows.encode(delta.tobytes(), rows=False)
+    assert payload_in(join_frames(encode_rows(delta))) in (record, words)
+
+
 def test_pieces_of_changing_size_and_a_start_from_zeros() -> None:
     delta = delta_of(2 * BAND_NBYTES + 77, 0.01)
     layer = open_(join_frames(encode_rows(delta)), delta.size)
@@ -398,7 +409,7 @@ def test_any_bytes_are_read_as_the_format_says_or_refused(data: Any) -> None:
 
 def test_no_loop_reaches_out_of_its_arrays(repository: Path, tmp_path: Path) -> None:
     """The tests above once more, with every index checked."""
-    chosen = "any_ or rule or lower or (1048576 and not plain)"
+    chosen = "any_ or rule or lower or most or (1048576 and not plain)"
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
     done = subprocess.run(
         [*command, "tests/unit/test_rows.py", "-k", chosen],
