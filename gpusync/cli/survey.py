@@ -10,11 +10,18 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
+from gpusync import fsio
 from gpusync.config import Settings
-from gpusync.errors import CheckpointError, FrameFormatError, GpuSyncError, SourceNotReadyError
+from gpusync.errors import (
+    CheckpointError,
+    FormatError,
+    FrameFormatError,
+    GpuSyncError,
+    SourceNotReadyError,
+)
 from gpusync.folder.files import OpenFiles
 from gpusync.folder.layout import Layout, read_layout
-from gpusync.folder.marker import read_marker
+from gpusync.folder.marker import STATE_DIR, read_marker
 from gpusync.format.digest import new_hasher
 from gpusync.format.frames import FrameWalker, Where
 from gpusync.published.source import Source, SourceVersion
@@ -72,6 +79,8 @@ class Survey(Report):
         The one delta from version 0 that stands for several, where the folder has a whole one.
     model_bytes
         Of all tensors of the checkpoint, where one was given.
+    checkpoint_problem
+        Why the local checkpoint cannot be read now: its first pull, or a swap of it, was cut off, or it is damaged.
     """
 
     source_dir: str
@@ -83,6 +92,7 @@ class Survey(Report):
     gaps: tuple[int, ...]
     aggregate: VersionRow | None = None
     model_bytes: int | None = None
+    checkpoint_problem: str | None = None
 
 
 def survey(
@@ -109,14 +119,20 @@ def survey(
     SourceNotReadyError
         The source folder cannot be listed.
     CheckpointError, FormatError
-        The checkpoint cannot be read.
+        The checkpoint cannot be read, and no pull has begun in that folder.
     """
     settings = Settings.from_env()
     layout = None
     marker = None
+    problem = None
     if checkpoint is not None:
         marker = read_marker(Path(checkpoint))
-        layout = _read_checkpoint(Path(checkpoint), settings)
+        try:
+            layout = _read_checkpoint(Path(checkpoint), settings)
+        except (CheckpointError, FormatError) as err:
+            if not fsio.exists(Path(checkpoint) / STATE_DIR):
+                raise
+            problem = str(err)
     with closing(Source(source_dir, settings)) as source:
         rows = [
             _survey_version(source, version, layout, progress)
@@ -137,6 +153,7 @@ def survey(
         gaps=_missing(rows),
         aggregate=replace(aggregate, state="ready") if aggregate is not None else None,
         model_bytes=layout.nbytes if layout is not None else None,
+        checkpoint_problem=problem,
     )
 
 

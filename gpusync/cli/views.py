@@ -83,6 +83,8 @@ def show_survey(found: Survey) -> None:
             else f"at version {found.applied_version}"
         )
         print_line(f"local checkpoint: {stands_at}, marker {found.marker}")
+    if found.checkpoint_problem is not None:
+        print_line(f"local checkpoint: {found.checkpoint_problem}; the next pull finishes it")
     print_line(f"newest full version: {_or_none(found.seed_version)}")
     print_line(f"newest version that a pull reaches: {_or_none(found.newest_ready)}")
     if found.gaps:

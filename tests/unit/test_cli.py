@@ -233,6 +233,21 @@ def test_inspect_with_an_absent_checkpoint_exits_with_5(
     assert (code, document["error"]) == (5, "CheckpointError")
 
 
+def test_inspect_shows_the_chain_beside_a_checkpoint_that_a_pull_left_unfinished(
+    stream: wire.Stream, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stream.delta()
+    (stream.local / ".weight_sync").mkdir(parents=True)
+    arguments = ["inspect", str(stream.source), "--checkpoint", str(stream.local)]
+    code, document = run_json(capsys, arguments)
+    assert (code, document["applied_version"], document["newest_ready"]) == (0, None, 1)
+    assert "cannot be read" in document["checkpoint_problem"]
+    assert cli.main(arguments) == 0
+    assert "the next pull finishes it" in capsys.readouterr().out
+    driver.pull(stream, 1)
+    assert run_json(capsys, arguments)[1]["checkpoint_problem"] is None
+
+
 def test_inspect_holds_blobs_against_the_manifest(
     stream: wire.Stream, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
