@@ -89,11 +89,7 @@ class Metrics:
             ["path"],
             registry=registry,
         )
-        # Prometheus sees an increase between two samples only: a counter that begins at its first failure would hide it.
-        for operation, error in product(get_args(Operation), _error_names(GpuSyncError)):
-            self._failures.labels(operation, error)
-        for path in _PATHS:
-            self._tensors.labels(path)
+        self._begin_at_zero()
         self._applied_version = _gauge(
             registry, "applied_version", "Version of the local checkpoint after the last pull"
         )
@@ -120,6 +116,13 @@ class Metrics:
         self._written_bytes = _counter(
             registry, "written_bytes", "Bytes written to local checkpoints"
         )
+
+    def _begin_at_zero(self) -> None:
+        """Prometheus sees an increase between two samples only: a counter that began at its first failure would hide it."""
+        for operation, error in product(get_args(Operation), _error_names(GpuSyncError)):
+            self._failures.labels(operation, error)
+        for path in _PATHS:
+            self._tensors.labels(path)
 
     def pulled(self, report: PullReport) -> None:
         """Take in a pull that ended well."""

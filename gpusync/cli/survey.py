@@ -127,12 +127,7 @@ def survey(
     problem = None
     if checkpoint is not None:
         marker = read_marker(Path(checkpoint))
-        try:
-            layout = _read_checkpoint(Path(checkpoint), settings)
-        except (CheckpointError, FormatError) as err:
-            if not fsio.exists(Path(checkpoint) / STATE_DIR):
-                raise
-            problem = str(err)
+        layout, problem = _read_checkpoint(Path(checkpoint), settings)
     with closing(Source(source_dir, settings)) as source:
         rows = [
             _survey_version(source, version, layout, progress)
@@ -157,11 +152,16 @@ def survey(
     )
 
 
-def _read_checkpoint(folder: Path, settings: Settings) -> Layout:
+def _read_checkpoint(folder: Path, settings: Settings) -> tuple[Layout | None, str | None]:
+    """Return the layout, or what is wrong with a folder that a pull has begun in."""
     try:
         with OpenFiles(settings.max_open_files, settings.source_retries) as files:
-            return read_layout(folder, files, settings)
-    except SourceNotReadyError as err:
+            return read_layout(folder, files, settings), None
+    except (SourceNotReadyError, FormatError) as err:
+        if fsio.exists(folder / STATE_DIR):
+            return None, f"the checkpoint cannot be read: {err}"
+        if isinstance(err, FormatError):
+            raise
         raise CheckpointError(
             f"the checkpoint cannot be read: {err.message}", file=str(folder)
         ) from err

@@ -182,13 +182,7 @@ def create_app(config: ServerConfig, stop: StopFlag | None = None) -> Starlette:
             log.warning("pull_refused status=%d client=%s message=%s", err.status, client, err)
             return _reply(err.status, error_document(err))
         except (GpuSyncError, Stopped) as err:
-            log.warning(
-                "pull_failed error=%s target_version=%s folder=%s message=%s",
-                type(err).__name__,
-                asked and asked.target_version,
-                asked and asked.local_checkpoint_dir,
-                err,
-            )
+            _log_failed(err, asked)
             return _reply(400, _for_callers(error_document(err), asked, config))
         except ClientDisconnect:
             return _reply(400, error_document(RequestError(400, "the body ended too early")))
@@ -282,6 +276,16 @@ def _parse_folder(values: Mapping[str, Any], key: str, roots: Sequence[Path]) ->
     if roots and not any(real.is_relative_to(os.path.realpath(root)) for root in roots):
         raise RequestError(403, f"{key} lies outside the folders that this server may use")
     return str(real)
+
+
+def _log_failed(error: Exception, asked: PullRequest | None) -> None:
+    log.warning(
+        "pull_failed error=%s target_version=%s folder=%s message=%s",
+        type(error).__name__,
+        asked and asked.target_version,
+        asked and asked.local_checkpoint_dir,
+        error,
+    )
 
 
 # ---- replies ---------------------------------------------------------------------------------------------
