@@ -378,7 +378,6 @@ def served(
     process = subprocess.Popen(
         [*command, "--port", "0", "--json", *options],
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
         text=True,
         cwd=driver.REPOSITORY,
         env={**os.environ, "PYTHONPATH": f"{driver.REPOSITORY}:{stream.root}", **environ},
