@@ -17,13 +17,16 @@ _U64 = np.uint64
 
 @compiled(
     [
-        f"uint64(uint64[::1], uint64[::1], uint64, uint32[::1], {word}[::1], {word}[::1], uint64, uint32[::1])"
+        "uint64(uint64[::1], Array(uint64, 1, 'C', readonly=True, aligned=False), uint64[::1], boolean, uint64,"
+        f" uint32[::1], {word}[::1], {word}[::1], uint64, uint32[::1])"
         for word in ("uint16", "uint8")
     ]
 )
 def list_words(
-    diff: NDArray[np.uint64],
-    new: NDArray[np.uint64],
+    piece: NDArray[np.uint64],
+    live: NDArray[np.uint64],
+    other: NDArray[np.uint64],
+    holds_delta: bool,
     first: int,
     index: NDArray[np.uint32],
     value: Words,
@@ -31,17 +34,19 @@ def list_words(
     count: int,
     places: NDArray[np.uint32],
 ) -> np.uint64:
-    """Add the changed words of one piece to a list; return how many the list holds then.
+    """Set ``other`` to piece XOR live, and add the changed words to a list; return how many the list holds then.
 
     Parameters
     ----------
-    diff, new
-        New XOR live, and the new bytes, of the piece.
+    piece, other
+        New XOR live, and the new bytes, if ``holds_delta``; else the other way round.
+    live
+        At any address. It is read once.
     first
         Number of the piece's first word.
     index, value, seen
-        Numbers of changed words, the XOR of each, and the live word: new XOR value. There is room for every word of the
-        piece behind the ``count`` that are there, and for one more.
+        Numbers of changed words, the XOR of each, and the live word. There is room for every word of the piece behind the
+        ``count`` that are there, and for one more.
     places
         Room for what this works with: small, so that it stays in cache.
     """
@@ -49,21 +54,26 @@ def list_words(
     lanes = _U64(8 // value.itemsize)
     mask = (_U64(1) << bits) - _U64(1)
     found = _U64(count)
-    # Whether a word changes is a coin toss to the processor. So there is no branch: all are stored, and kept if changed.
-    for begin in range(_U64(0), _U64(diff.size), _U64(places.size)):
+    delta = piece if holds_delta else other
+    new = other if holds_delta else piece
+    for begin in range(_U64(0), _U64(piece.size), _U64(places.size)):
+        end = min(begin + _U64(places.size), _U64(piece.size))
+        for at in range(begin, end):
+            other[at] = piece[at] ^ live[at]
+        # Whether a word changes is a coin toss to the processor. So there is no branch: all are stored, and kept if changed.
         wide = _U64(0)
-        for at in range(begin, min(begin + _U64(places.size), _U64(diff.size))):
+        for at in range(begin, end):
             places[wide] = at
-            wide += _U64(diff[at] != _U64(0))
+            wide += _U64(delta[at] != _U64(0))
         for number in range(wide):
             place = _U64(places[number])
-            change = diff[place]
-            live = new[place] ^ change
+            change = delta[place]
+            was = new[place] ^ change
             for lane in range(lanes):
                 word = change >> (bits * lane) & mask
                 index[found] = first + place * lanes + lane
                 value[found] = word
-                seen[found] = live >> (bits * lane) & mask
+                seen[found] = was >> (bits * lane) & mask
                 found += _U64(word != _U64(0))
     return found
 

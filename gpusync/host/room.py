@@ -33,18 +33,25 @@ class Room(threading.local):
 
     def list_words(
         self,
-        diff: Bytes,
-        new: Bytes,
+        piece: Bytes,
+        live: Bytes,
+        other: Bytes,
+        *,
+        holds_delta: bool,
         first: int,
         kind: np.dtype[np.unsignedinteger[Any]],
         count: int,
     ) -> int:
-        """Add the changed words of a piece to the list; return how many it holds then.
+        """Set ``other`` to piece XOR live, and add the changed words to the list; return how many it holds then.
 
         Parameters
         ----------
-        diff, new
-            New XOR live, and the new bytes, whole words; ``diff`` is aligned to 8 bytes.
+        piece
+            New XOR live if ``holds_delta``, else the new bytes; whole words.
+        live
+            Read once: what a list saw is worked out from the other two.
+        other
+            As :meth:`bytes` returns it.
         first
             Number of the piece's first word.
         kind
@@ -52,15 +59,24 @@ class Room(threading.local):
         count
             Entries that the list holds already; 0 for a new one.
         """
-        self._reserve(count, diff.size // kind.itemsize + 9)
-        body = diff.size & ~7
+        self._reserve(count, piece.size // kind.itemsize + 9)
+        value, seen = self._value.view(kind), self._seen.view(kind)
+
+        def add(piece: Bytes, live: Bytes, other: Bytes, first: int, count: int) -> int:
+            wide = np.require(piece.view(np.uint64), requirements="A")
+            words = (wide, live.view(np.uint64), other.view(np.uint64))
+            room = (self._index, value, seen)
+            return int(list_words(*words, holds_delta, first, *room, count, self._places))
+
+        body = piece.size & ~7
         if body:
-            count = self._list(diff[:body], new[:body], first, kind, count)
-        rest = diff.size - body
+            count = add(piece[:body], live[:body], other[:body], first, count)
+        rest = piece.size - body
         if rest:
-            padded = np.zeros((2, 8), np.uint8)
-            padded[0, :rest], padded[1, :rest] = diff[body:], new[body:]
-            count = self._list(padded[0], padded[1], first + body // kind.itemsize, kind, count)
+            padded = np.zeros((3, 8), np.uint8)
+            padded[0, :rest], padded[1, :rest] = piece[body:], live[body:]
+            count = add(padded[0], padded[1], padded[2], first + body // kind.itemsize, count)
+            other[body:] = padded[2, :rest]
         return count
 
     def entries(
@@ -69,19 +85,6 @@ class Room(threading.local):
         """Return the list's index, value and seen; they are void once the next list begins."""
         value, seen = self._value.view(kind), self._seen.view(kind)
         return self._index[:count], value[:count], seen[:count]
-
-    def _list(
-        self,
-        diff: Bytes,
-        new: Bytes,
-        first: int,
-        kind: np.dtype[np.unsignedinteger[Any]],
-        count: int,
-    ) -> int:
-        wide = np.require(new.view(np.uint64), requirements="A")
-        value, seen = self._value.view(kind), self._seen.view(kind)
-        room = (self._index, value, seen)
-        return int(list_words(diff.view(np.uint64), wide, first, *room, count, self._places))
 
     def _reserve(self, count: int, more: int) -> None:
         """Make room for ``more`` entries behind those that are there."""

@@ -38,43 +38,49 @@ class ChangeList:
         self._made = []
         self._count = 0
         self._base = 0
-        self._last: RegionChanges | None = None
+        self._last: tuple[Bytes, Bytes] | None = None
 
-    def collect(self, diff: Bytes, new: Bytes, offset: int) -> None:
-        """Add what changes in one piece. Live memory is not read again: what it held is new XOR ``diff``.
+    def collect(self, piece: Bytes, offset: int, *, holds_delta: bool) -> Bytes:
+        """Add what changes in one piece; return piece XOR live, in memory of this thread's that is used again.
 
         Parameters
         ----------
-        diff, new
-            New XOR live, and the new bytes, of the same range; ``diff`` is 8-byte aligned.
+        piece
+            New XOR live if ``holds_delta``, else the new bytes.
         offset
-            Of the range in the region, a multiple of 8.
+            Of the piece in the region, a multiple of 8.
         """
-        size = min(diff.size, self._words.nbytes - offset)
-        if size < diff.size and diff[size]:  # the last byte of an odd-sized region
-            self._last = RegionChanges(
-                self._tensor,
-                self._live[-1:],
-                np.zeros(1, np.uint32),
-                value=diff[size:].copy(),
-                seen=new[size:] ^ diff[size:],
-            )
+        size = min(piece.size, self._words.nbytes - offset)
+        live = self._live[offset : offset + piece.size]
+        other = room.bytes(piece.size)
         unit = self._words.itemsize
         if (offset + size) // unit - self._base > MOST_WORDS or not self._count:
             self._finish_stretch()
             self._base = offset // unit
-        first = offset // unit - self._base
         self._count = room.list_words(
-            diff[:size], new[:size], first, self._words.dtype, self._count
+            piece[:size],
+            live[:size],
+            other[:size],
+            holds_delta=holds_delta,
+            first=offset // unit - self._base,
+            kind=self._words.dtype,
+            count=self._count,
         )
         if self._count >= _ENTRIES_PER_STRETCH:
             self._finish_stretch()
+        if size < piece.size:  # the last byte of an odd-sized region
+            seen = live[size:].copy()
+            np.bitwise_xor(piece[size:], seen, out=other[size:])
+            self._last = seen, (piece if holds_delta else other)[size:].copy()
+        return other
 
     def finish(self) -> list[RegionChanges]:
         """Return the finished list, in several stretches; a last odd byte is one of its own."""
         self._finish_stretch()
-        if self._last is not None:
-            self._add(self._last)
+        if self._last is not None and self._last[1]:
+            seen, value = self._last
+            index = np.zeros(1, np.uint32)
+            self._add(RegionChanges(self._tensor, self._live[-1:], index, value, seen))
         return self._made
 
     def _finish_stretch(self) -> None:
@@ -142,11 +148,11 @@ class SliceSink:
 
     def _collect(self, part: Slice, new: Bytes, begin: int, end: int) -> None:
         live = part.from_live((begin, end))
-        diff = np.bitwise_xor(live, new, out=room.bytes(new.size))
         kind: np.dtype[np.unsignedinteger[Any]] = np.dtype(
             np.uint16 if part.unit == 2 else np.uint8
         )
-        count = room.list_words(diff, new, 0, kind, 0)
+        other = room.bytes(new.size)
+        count = room.list_words(new, live, other, holds_delta=False, first=0, kind=kind, count=0)
         if not count:
             return
         numbers, value, seen = room.entries(kind, count)
@@ -197,13 +203,14 @@ class LiveSink:
         if offset == 0 and self._written:
             self._restart()
         self._written += piece.size
-        live = self._live[offset : offset + piece.size]
-        other = np.bitwise_xor(piece, live, out=room.bytes(piece.size))
-        new, diff = (other, piece) if self._holds_delta else (piece, other)
+        if self._changes is not None:
+            other = self._changes.collect(piece, offset, holds_delta=self._holds_delta)
+        else:
+            live = self._live[offset : offset + piece.size]
+            other = np.bitwise_xor(piece, live, out=room.bytes(piece.size))
+        new = other if self._holds_delta else piece
         for hasher in self._hashers.values():
             hasher.update(new.data)
-        if self._changes is not None:
-            self._changes.collect(diff, new, offset)
 
     def digests(self) -> dict[Algorithm, Digest]:
         """Return the digests of the new bytes."""

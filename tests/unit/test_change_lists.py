@@ -33,8 +33,12 @@ def memory(nbytes: int, address: int, seed: int = 0) -> tuple[Bytes, Bytes]:
 def lists_for(live: Bytes, new: Bytes, budget: ListBudget | None = None) -> list[RegionChanges]:
     changes = ChangeList("w", live, budget or ListBudget(1 << 30))
     for offset in range(0, live.size, _PIECE):
-        part = new[offset : offset + _PIECE]
-        changes.collect(live[offset : offset + _PIECE] ^ part, part, offset)
+        part, was = new[offset : offset + _PIECE], live[offset : offset + _PIECE]
+        holds_delta = offset // _PIECE % 2 == 0
+        other = changes.collect(
+            part ^ was if holds_delta else part, offset, holds_delta=holds_delta
+        )
+        assert (other == (part if holds_delta else part ^ was)).all()
     return changes.finish()
 
 
@@ -121,7 +125,7 @@ def test_lists_are_counted_against_their_cap_and_given_back() -> None:
     changes = ChangeList("w", live, budget)
     for _ in range(2):
         changes.restart()
-        changes.collect(np.full(live.size, 1, np.uint8), live ^ 1, 0)
+        changes.collect(np.full(live.size, 1, np.uint8), 0, holds_delta=True)
         made = changes.finish()
         assert sum(part.nbytes for part in made) == budget.used_bytes == 4 * live.size
     tight = ListBudget(8 * (live.size // 2) - 1)
