@@ -5,6 +5,8 @@ PYTHON ?= python3
 # A plain version pin: where pip finds a CPU build under it, that is the one taken.
 TORCH ?= torch==2.13.0
 PYTEST_ARGS ?=
+# As many at once as there are cores, up to four: a test may run several processes of its own. `PYTEST_ARGS=-n0` for one.
+PARALLEL := --numprocesses auto --maxprocesses 4
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -33,7 +35,7 @@ demo: venv
 	$(PY) -m gpusync.cli demo
 
 test: venv libraries
-	$(PY) -m pytest $(PYTEST_ARGS)
+	$(PY) -m pytest $(PARALLEL) $(PYTEST_ARGS)
 
 # What `make test` skips, and nothing else; a skip is a failure here.
 test-engines: $(ENGINES_READY)
@@ -54,6 +56,7 @@ venv: $(READY)
 # The stamp is written last, so that an interrupted set-up is done again.
 $(READY): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "gpusync needs Python 3.10 or newer")'
+	@echo "make: installing into $(VENV), torch first: 2 GB and some minutes" >&2
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet "$(TORCH)"
 	$(PY) -m pip install --quiet --editable ".[dev,server,blake3]"
@@ -69,6 +72,7 @@ $(LIBRARIES_READY): $(VENV)/%/.ready: | $(READY)
 		|| $(if $(CI),false,echo "make: tests that need $(WHEEL_$*) will be skipped: it could not be installed" >&2)
 
 $(ENGINES_READY): pyproject.toml tests/engines/requirements.py
+	@echo "make: installing vLLM and SGLang into $(ENGINES): 4 GB and some minutes" >&2
 	$(PYTHON) -m venv $(ENGINES)
 	$(ENGINES_PIP) "$(TORCH)"
 	$(ENGINES_PIP) --no-deps "$(VLLM)" "$(SGLANG)"
