@@ -20,6 +20,8 @@ from common import map_tensors, read_header, warm
 from numpy.typing import NDArray
 from rounds import Parts
 
+from gpusync.compiled import compiled
+
 Bytes = NDArray[np.uint8]
 Item = TypeVar("Item")
 _local = threading.local()
@@ -80,6 +82,13 @@ def xor(arrays: Iterable[Bytes], threads: int, step_nbytes: int) -> None:
             np.bitwise_xor(piece, out, out=out)
 
     in_threads(one, arrays, threads)
+
+
+@compiled("void(uint16[::1], uint32[::1])")
+def change_words(words: NDArray[np.uint16], places: NDArray[np.uint32]) -> None:
+    """Change the words at some places: each read, and written back XORed."""
+    for number in range(np.uint64(places.size)):
+        words[places[number]] ^= np.uint16(1)
 
 
 def copy_files(folder: Path, target: Path) -> None:

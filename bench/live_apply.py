@@ -114,13 +114,12 @@ class _Floors:
     def _scatter(self) -> None:
         step = -(-len(self._parts) // (4 * self._settings.workers))
         runs = [self._parts[at : at + step] for at in range(0, len(self._parts), step)]
-        floors.in_threads(self._change, runs, self._settings.workers)
+        floors.in_threads(_change_all, runs, self._settings.workers)
 
-    @staticmethod
-    def _change(parts: list[tuple[NDArray[np.uint16], NDArray[np.uint32]]]) -> None:
-        for words, places in parts:
-            index = places.astype(np.intp)
-            words[index] = words.take(index, mode="clip") ^ np.uint16(1)
+
+def _change_all(parts: list[tuple[NDArray[np.uint16], NDArray[np.uint32]]]) -> None:
+    for words, places in parts:
+        floors.change_words(words, places)
 
 
 class _Live:

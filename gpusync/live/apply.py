@@ -165,13 +165,15 @@ def apply_to_model(
 
 
 def warmup(device: str = "auto") -> None:
-    """Build whatever the first update on a device would build. On the CPU there is nothing to build.
+    """Build whatever the first update on a device would build, and the CPU's compiled loops, which every device may need.
 
     Raises
     ------
     MissingDependencyError
         The device is not supported here.
     """
+    import gpusync.format.decode_rows  # noqa: F401 - else the first xor_rows waits for it
+
     warm_up_device(device)
 
 
