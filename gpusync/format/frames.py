@@ -35,8 +35,8 @@ SEEK_TABLE_FOOTER_MAGIC = 0x8F92EAB1
 ReadBytes = Callable[[int], bytes]
 """Returns a blob's next bytes, at most as many as asked for; b"" at its end."""
 
-# Compressed bytes handed to libzstd at a time: they and what they decode to pass through L2.
-_READ_NBYTES = 64 << 10
+# Compressed bytes handed to libzstd at a time: many frames, for each hand-over costs a read, a walk and the lock.
+_READ_NBYTES = 256 << 10
 # The shortest block with content, header included: RLE, up to 128 KiB of one byte.
 _MIN_BLOCK_NBYTES = 4
 # The smallest window limit that libzstd takes.
@@ -57,7 +57,7 @@ class BlobReader:
     where
         For errors.
     max_window
-        Largest zstd window that may be allocated: the decoder's memory is this and a few hundred KiB.
+        Largest zstd window that may be allocated: the decoder's memory is this and about half a MiB.
     content_cap
         The most that the content may be, where ``content_nbytes`` is None.
     """
