@@ -59,6 +59,7 @@ _LAST_STRIPE_KEY, _LOW_HALF_KEY, _HIGH_HALF_KEY = 121, 11, 117
 
 # Compiled loops count in unsigned integers only: with signed ones among them they would become floats.
 _0, _1, _2, _4, _8, _32, _128, _1024 = map(np.uint64, (0, 1, 2, 4, 8, 32, 128, 1024))
+_SIGN = np.uint64(1 << 63)
 _LOW = np.uint64(0xFFFFFFFF)
 _SHIFT = np.uint64(47)
 _FACTOR = np.uint64(_PRIME32_1)
@@ -108,6 +109,8 @@ def _number(begins: Words, ends: Words, blocks: Words) -> np.uint64:
         if begins[number] < behind or begins[number] >= ends[number]:
             return ~_0
         behind = ends[number]
+    if behind >= _SIGN:
+        return ~_0
     count, next_block = _0, _0
     for number in range(np.uint64(begins.size)):
         end = (ends[number] - _1) // _1024 + _1

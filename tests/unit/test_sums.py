@@ -135,7 +135,16 @@ def test_sums_may_begin_behind_the_first_block() -> None:
 
 
 @pytest.mark.parametrize(
-    "ranges", [[(16, 16)], [(32, 16)], [(0, 32), (16, 48)], [(64, 80), (0, 16)], [(-16, 16)]]
+    "ranges",
+    [
+        [(16, 16)],
+        [(32, 16)],
+        [(0, 32), (16, 48)],
+        [(64, 80), (0, 16)],
+        [(-16, 16)],
+        [(-32, -16)],
+        [(0, 16), (16, -16)],
+    ],
 )
 def test_ranges_that_are_empty_or_not_in_order_are_refused(ranges: Ranges) -> None:
     begins, ends = (np.array([each[side] for each in ranges]) for side in (0, 1))
