@@ -150,6 +150,7 @@ class HostChanges:
             for runs in self._runs:
                 for run in runs:
                     run.region.take_back(run.begin, int(run.begun[0]))
+                    run.begun[0] = run.begin  # what changes from now on is no longer ours
         except BaseException as err:
             raise ModelPoisonedError(
                 f"committing failed ({cause!r}) and could not be taken back: replace the process"

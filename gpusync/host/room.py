@@ -16,9 +16,13 @@ _WIDE_AT_ONCE = 512
 
 
 class Room(threading.local):
-    """This thread's buffers; fresh large arrays cost a page fault per 4 KiB. One list is in it at a time."""
+    """This thread's buffers; fresh large arrays cost a page fault per 4 KiB. One list is in it at a time.
+
+    ``lists`` counts those that were begun: a list whose number is passed is there no more.
+    """
 
     def __init__(self) -> None:
+        self.lists = 0
         self._bytes = np.empty(0, np.uint8)
         self._index: NDArray[np.uint32] = np.empty(0, np.uint32)
         self._value: Words = np.empty(0, np.uint16)
@@ -59,6 +63,8 @@ class Room(threading.local):
         count
             Entries that the list holds already; 0 for a new one.
         """
+        if not count:
+            self.lists += 1
         self._reserve(count, piece.size // kind.itemsize + 9)
         value, seen = self._value.view(kind), self._seen.view(kind)
 
@@ -87,8 +93,11 @@ class Room(threading.local):
         return self._index[:count], value[:count], seen[:count]
 
     def _reserve(self, count: int, more: int) -> None:
-        """Make room for ``more`` entries behind those that are there."""
-        if self._index.size < count + more:
+        """Make room for ``more`` entries behind those that are there.
+
+        The array that is set last is looked at: an interrupt between them leaves it as it was.
+        """
+        if self._seen.size < count + more:
             self._index, self._value, self._seen = (
                 np.concatenate([array[:count], np.empty(more, array.dtype)])
                 for array in (self._index, self._value, self._seen)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from gpusync.errors import KernelError
 from gpusync.folding.fold import Bytes
 from gpusync.format.digest import new_hasher
 from gpusync.host.changes import MOST_WORDS, ListBudget, RegionChanges
@@ -38,6 +39,7 @@ class ChangeList:
         self._made = []
         self._count = 0
         self._base = 0
+        self._number = 0
         self._last: tuple[Bytes, Bytes] | None = None
 
     def collect(self, piece: Bytes, offset: int, *, holds_delta: bool) -> Bytes:
@@ -49,7 +51,15 @@ class ChangeList:
             New XOR live if ``holds_delta``, else the new bytes.
         offset
             Of the piece in the region, a multiple of 8.
+
+        Raises
+        ------
+        KernelError
+            Another list was begun in this thread since: a callback prepared another update.
+        OutOfScratchError
+            The lists exceed their cap.
         """
+        self._check_room()
         size = min(piece.size, self._words.nbytes - offset)
         live = self._live[offset : offset + piece.size]
         other = room.bytes(piece.size)
@@ -66,6 +76,7 @@ class ChangeList:
             kind=self._words.dtype,
             count=self._count,
         )
+        self._number = room.lists
         if self._count >= _ENTRIES_PER_STRETCH:
             self._finish_stretch()
         if size < piece.size:  # the last byte of an odd-sized region
@@ -83,8 +94,17 @@ class ChangeList:
             self._add(RegionChanges(self._tensor, self._live[-1:], index, value, seen))
         return self._made
 
+    def _check_room(self) -> None:
+        if self._count and self._number != room.lists:
+            raise KernelError(
+                "a list was begun while another one was unfinished in the same thread: prepare no update in a callback "
+                "of another one",
+                tensor=self._tensor,
+            )
+
     def _finish_stretch(self) -> None:
         if self._count:
+            self._check_room()
             index, value, seen = room.entries(self._words.dtype, self._count)
             live = self._words[self._base :]
             self._add(RegionChanges(self._tensor, live, index.copy(), value.copy(), seen.copy()))

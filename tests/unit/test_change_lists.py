@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from gpusync.errors import OutOfScratchError, PlacementError
+from gpusync.errors import KernelError, OutOfScratchError, PlacementError
 from gpusync.host import sinks
 from gpusync.host.applier import HostChanges
 from gpusync.host.changes import ENTRIES_PER_STEP, ListBudget, RegionChanges
+from gpusync.host.room import Room
 from gpusync.host.sinks import ChangeList
 
 Bytes = NDArray[np.uint8]
@@ -97,6 +98,20 @@ def test_a_word_that_changed_meanwhile_is_left_as_it_is_with_all_others(address:
         live[at] ^= 0x80
 
 
+def test_what_was_taken_back_is_not_ours_any_more() -> None:
+    """A second try, or a second undoing, leaves alone what changed since the first was taken back."""
+    live, _ = memory(1 << 16, 0)
+    changes = HostChanges(lists_for(live, live ^ 1), workers=1)
+    changes.store()
+    changes.take_back()
+    live[:] = np.random.default_rng(1).integers(0, 256, live.size, np.uint8)
+    loaded = live.copy()
+    with pytest.raises(PlacementError, match="changed since prepare"):
+        changes.store()
+    changes.take_back()
+    assert (live == loaded).all()
+
+
 def test_a_model_that_was_loaded_anew_is_seen_before_anything_is_stored() -> None:
     live, _ = memory(1 << 16, 0)
     changes = HostChanges(lists_for(live, live ^ 1), workers=1)
@@ -131,6 +146,42 @@ def test_lists_are_counted_against_their_cap_and_given_back() -> None:
     tight = ListBudget(8 * (live.size // 2) - 1)
     with pytest.raises(OutOfScratchError, match="change lists do not fit"):
         lists_for(live, live ^ 1, tight)
+
+
+@pytest.mark.parametrize("what_next", ["another piece", "the end"])
+def test_a_list_that_another_one_of_its_thread_was_begun_over_is_refused(what_next: str) -> None:
+    live, _ = memory(2 * _PIECE, 0)
+    one, other = (ChangeList(name, live, ListBudget(1 << 30)) for name in ("one", "other"))
+    changed = np.full(_PIECE, 1, np.uint8)
+    one.collect(changed, 0, holds_delta=True)
+    other.collect(changed, 0, holds_delta=True)
+    with pytest.raises(KernelError, match="unfinished"):
+        if what_next == "the end":
+            one.finish()
+        else:
+            one.collect(changed, _PIECE, holds_delta=True)
+    assert sum(made.index.size for made in other.finish()) == _PIECE // 2
+
+
+def test_an_interrupt_while_room_is_made_leaves_no_array_too_small(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Interrupted(Room):
+        def __setattr__(self, name: str, value: object) -> None:
+            if name == "_value" and isinstance(value, np.ndarray) and value.size and armed:
+                armed.clear()
+                raise KeyboardInterrupt
+            super().__setattr__(name, value)
+
+    armed = [True]
+    monkeypatch.setattr(sinks, "room", Interrupted())
+    live, _ = memory(_PIECE, 0)
+    with pytest.raises(KeyboardInterrupt):
+        lists_for(live, live ^ 1)
+    changes = HostChanges(lists_for(live, live ^ 1), workers=1)
+    new = live ^ 1
+    changes.store()
+    assert (live == new).all()
 
 
 def test_no_index_of_the_compiled_loops_is_out_of_bounds(tmp_path: Path) -> None:
