@@ -121,7 +121,7 @@ def prepare_on_device(
         preparation.stopped = True
         raise
     finally:
-        shut_down(pool, futures)
+        shut_down(pool)
         futures.clear()  # a future holds an error that holds this frame: scratch would wait for a collection
 
 

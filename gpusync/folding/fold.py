@@ -320,20 +320,21 @@ def run_parallel(
             results.append(future.result())
         return results
     finally:
-        shut_down(pool, futures)
+        shut_down(pool)
         # An error's traceback holds this frame, and a future holds the error: let the cycle's memory go at once.
         futures.clear()
         future = None
 
 
-def shut_down(pool: ThreadPoolExecutor, futures: list[Future[Result]]) -> None:
-    """Wait for the threads, also when a signal's exception arrives meanwhile; it is raised afterwards."""
+def shut_down(pool: ThreadPoolExecutor) -> None:
+    """Wait for the threads, also when a signal's exception arrives meanwhile; it is raised afterwards.
+
+    Tasks that did not start are dropped.
+    """
     interrupted: BaseException | None = None
     while True:
         try:
-            for future in futures:
-                future.cancel()
-            pool.shutdown(wait=True)
+            pool.shutdown(wait=True, cancel_futures=True)
             break
         except BaseException as err:
             interrupted = err

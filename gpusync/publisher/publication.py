@@ -28,6 +28,7 @@ from gpusync import fsio
 from gpusync.config import Settings
 from gpusync.errors import CheckpointIOError, VersionConflictError
 from gpusync.folder.lock import NO_LOCKS, excludes_others
+from gpusync.folding.fold import shut_down
 from gpusync.format.index import version_dir_name
 
 log = logging.getLogger(__name__)
@@ -119,7 +120,8 @@ def worker_threads(settings: Settings) -> Iterator[Executor]:
     try:
         yield pool
     finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+        # None may write to a file that is closed next: another one may have its number then.
+        shut_down(pool)
 
 
 @contextmanager

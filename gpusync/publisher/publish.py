@@ -58,7 +58,8 @@ class Publisher:
         Where the last published tensors are kept, and those before, which the next are written over: two copies of
         the model. Default: ``SOURCE_DIR.publisher`` beside ``source_dir``; a local disk is faster where that one is
         shared storage. It must survive a restart of the trainer: without it the run goes on from a full version only.
-        It is not fsynced: what a power cut took is rebuilt from ``base_dir`` and the published versions.
+        It is not fsynced: what a power cut took is rebuilt from ``base_dir`` and the published versions. Map none of its
+        files: what a step keeps is written over two steps later.
     encoding, checksum, framing, frame_bytes
         See `publish_checkpoint`.
     run_id

@@ -69,7 +69,7 @@ class StateWriter:
     Parameters
     ----------
     folder
-        Its folder. A file of the right size in it is written over; anything else goes.
+        Its folder. A file of the right size in it is written over; a folder without one is made anew.
     layout
         The version before, for names, dtypes and shapes.
     """

@@ -33,7 +33,7 @@ from gpusync.errors import (
 from gpusync.format.index import MANIFEST_NAME, parse_manifest
 from gpusync.published.source import Source
 from gpusync.publisher.diff import ArrayBytes, DeltaOptions, TensorDiff, diff_tensors
-from gpusync.publisher.publication import publish_lock
+from gpusync.publisher.publication import publish_lock, worker_threads
 from gpusync.publisher.publish import PublishReport, publish_checkpoint
 from gpusync.types import Progress
 from tests.support import (
@@ -484,6 +484,31 @@ def test_a_publisher_at_work_keeps_others_out(
     ):
         Publisher(source_dir, base_dir).publish(as_arrays(states[1]))
     assert Publisher(source_dir, base_dir).publish(as_arrays(states[1])) == 1
+
+
+def test_no_thread_is_at_work_any_more_after_an_interrupt_while_they_are_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shutdown, interrupts = ThreadPoolExecutor.shutdown, [KeyboardInterrupt]
+
+    def interrupted(pool: ThreadPoolExecutor, *args: Any, **options: Any) -> None:
+        if interrupts:
+            raise interrupts.pop()
+        shutdown(pool, *args, **options)
+
+    monkeypatch.setattr(ThreadPoolExecutor, "shutdown", interrupted)
+    begun, ended = threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.set()
+        time.sleep(0.2)
+        ended.set()
+
+    with pytest.raises(KeyboardInterrupt), worker_threads(Settings(threads=1)) as pool:
+        pool.submit(work)
+        dropped = pool.submit(work)
+        assert begun.wait(60)
+    assert ended.is_set() and dropped.cancelled()
 
 
 def test_a_file_system_without_locks_is_published_to_with_a_warning(
