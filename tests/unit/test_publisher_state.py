@@ -172,6 +172,18 @@ def test_another_set_of_tensors_after_a_full_version_takes_another_file(run: Run
     run.publish(3)
 
 
+def test_nothing_of_another_model_of_the_same_size_is_left_in_its_file(run: Run) -> None:
+    run.publish(2)
+    file = run.file(2).stat()
+    other: Tensors = {"c": ("U8", (9000,), b"\1" * 9000), "d": ("F32", (), b"efgh")}
+    run.states.append(other)
+    assert run.publisher.publish_full(make_checkpoint(run.root / "full", other)) == 3
+    run.publish()
+    assert run.file(4).stat().st_ino == file.st_ino
+    assert run.file(4).stat().st_size == file.st_size
+    run.publish()
+
+
 def test_states_that_killed_publishers_left_are_cleared_before_the_next_takes_disk(
     run: Run,
 ) -> None:
