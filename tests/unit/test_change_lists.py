@@ -9,14 +9,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
 from gpusync.errors import KernelError, OutOfScratchError, PlacementError
+from gpusync.format.digest import digest_of
 from gpusync.host import sinks
 from gpusync.host.applier import HostChanges
 from gpusync.host.changes import ENTRIES_PER_STEP, ListBudget, RegionChanges
 from gpusync.host.room import Room
-from gpusync.host.sinks import ChangeList
+from gpusync.host.sinks import ChangeList, LiveSink, SliceSink
+from gpusync.placement.slices import Slice
 
 Bytes = NDArray[np.uint8]
 
@@ -132,6 +135,56 @@ def test_lists_of_more_than_an_index_reaches_are_cut(monkeypatch: pytest.MonkeyP
         assert (live == new).all(), what
         changes.take_back()
         assert (live == before).all(), what
+
+
+@pytest.mark.parametrize("unit", [1, 2])
+def test_slices_of_any_geometry_become_the_new_bytes_and_touch_nothing_else(
+    unit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sinks, "MOST_WORDS", 64)
+    rng = np.random.default_rng(unit)
+    for case in range(60):
+        run, gap, tensor_gap, begin, tensor_begin = (unit * rng.integers(0, 40, 5)).tolist()
+        run, runs = run + unit, int(rng.integers(1, 20))
+        around = torch.from_numpy(rng.integers(0, 256, begin + (run + gap) * runs + 1, np.uint8))
+        part = Slice(around, (), run, runs, begin, run + gap, tensor_begin, run + tensor_gap)
+        assert part.unit >= unit
+        new = rng.integers(0, 256, tensor_begin + (run + tensor_gap) * runs + 1, np.uint8)
+        sink = SliceSink("w", [part], ListBudget(1 << 30))
+        piece = int(rng.choice([8, 64, 4096]))
+        for end in (piece, new.size):  # a fold that starts over gives the first pieces again
+            for offset in range(0, end, piece):
+                sink.write(new[offset : offset + piece], offset)
+        before, expected = around.clone(), around.clone()
+        for number in range(runs):
+            at, of = begin + number * (run + gap), tensor_begin + number * (run + tensor_gap)
+            expected[at : at + run] = torch.from_numpy(new[of : of + run])
+        changes = HostChanges(sink.finish(), workers=2)
+        changes.store()
+        assert torch.equal(around, expected), case
+        changes.take_back()
+        assert torch.equal(around, before), case
+
+
+def test_a_fold_that_starts_over_half_way_through_makes_the_same_list(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sinks, "_ENTRIES_PER_STRETCH", 300)
+    live, _ = memory(3 * _PIECE + 1, 0)
+    new = mutations(live)["a half"]
+    for pieces in range(5):
+        budget = ListBudget(1 << 30)
+        sink = LiveSink(live, ("xxh3-128",), ChangeList("w", live, budget), holds_delta=False)
+        for offset in [*range(0, pieces * _PIECE, _PIECE), *range(0, live.size, _PIECE)]:
+            sink.write(new[offset : offset + _PIECE], offset)
+        before, made = live.copy(), sink.finish()
+        assert sink.digests()["xxh3-128"] == digest_of("xxh3-128", new)
+        changes = HostChanges(made, workers=1)
+        assert changes.nbytes == budget.used_bytes
+        changes.store()
+        assert (live == new).all()
+        changes.take_back()
+        assert (live == before).all()
 
 
 def test_lists_are_counted_against_their_cap_and_given_back() -> None:
