@@ -31,8 +31,8 @@ def compiled(
     Parameters
     ----------
     signatures
-        Types of result and arguments in numba's words, one set or several. Integers within the function should be unsigned like its sizes:
-        numba makes floats of mixed ones.
+        Types of result and arguments in numba's words, one set or several. Integers within the function should be unsigned
+        like its sizes: numba makes floats of mixed ones.
     """
     options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 

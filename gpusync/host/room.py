@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from gpusync.errors import KernelError
 from gpusync.folding.fold import Bytes
 from gpusync.host.loops import Words, list_words
 
@@ -62,7 +63,18 @@ class Room(threading.local):
             uint16, or uint8 for words of one byte.
         count
             Entries that the list holds already; 0 for a new one.
+
+        Raises
+        ------
+        KernelError
+            The three are not of one size, or that is not whole words: the loop would reach behind them.
         """
+        if not piece.size == live.size == other.size or piece.size % kind.itemsize:
+            raise KernelError(
+                f"a piece, live bytes and room are not as many whole {kind.itemsize}-byte words",
+                expected=piece.size,
+                got=(live.size, other.size),
+            )
         if not count:
             self.lists += 1
         self._reserve(count, piece.size // kind.itemsize + 9)

@@ -201,6 +201,14 @@ def test_lists_are_counted_against_their_cap_and_given_back() -> None:
         lists_for(live, live ^ 1, tight)
 
 
+@pytest.mark.parametrize(("piece", "offset"), [(80, 72), (13, 0)])
+def test_a_piece_behind_its_region_or_of_half_a_word_is_refused(piece: int, offset: int) -> None:
+    live, _ = memory(64, 0)
+    changes = ChangeList("w", live, ListBudget(1 << 30))
+    with pytest.raises(KernelError, match="whole 2-byte words"):
+        changes.collect(np.ones(piece, np.uint8), offset, holds_delta=True)
+
+
 @pytest.mark.parametrize("what_next", ["another piece", "the end"])
 def test_a_list_that_another_one_of_its_thread_was_begun_over_is_refused(what_next: str) -> None:
     live, _ = memory(2 * _PIECE, 0)
