@@ -310,16 +310,32 @@ def run_parallel(
     Items should be ordered largest first, so that the last thread is not left alone with the largest. When this
     returns or raises, no thread is still at work: what the items share may be closed.
     """
-    pool = ThreadPoolExecutor(max_workers=max(1, min(workers, len(items) or 1)))
-    futures: list[Future[Result]] = []
+    threads = max(1, min(workers, len(items)))
+    waiting = iter(items)
+    results: list[Result] = []
+    stopped = threading.Event()
+
+    def take() -> None:
+        try:
+            for item in waiting:  # each goes to one thread
+                if stopped.is_set():
+                    return
+                results.append(work(item))
+        except BaseException:
+            stopped.set()
+            raise
+
+    pool = ThreadPoolExecutor(threads)
+    futures: list[Future[None]] = []
+    future: Future[None] | None
     try:
-        futures.extend(pool.submit(work, item) for item in items)
-        results = []
-        future: Future[Result] | None
+        # A task for each thread, not for each item: a future costs more than the work on a small tensor.
+        futures.extend(pool.submit(take) for _ in range(threads))
         for future in as_completed(futures):
-            results.append(future.result())
+            future.result()
         return results
     finally:
+        stopped.set()
         shut_down(pool)
         # An error's traceback holds this frame, and a future holds the error: let the cycle's memory go at once.
         futures.clear()

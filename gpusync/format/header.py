@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gpusync.errors import HeaderFormatError, SourceNotReadyError
-from gpusync.format.jsontext import parse_json_object, parse_tensor_name, show
+from gpusync.format.jsontext import parse_json_object, parse_tensor_name, show, uncollected
 from gpusync.types import ShardHeader, TensorEntry
 
 DTYPE_BITS: dict[str, int] = {
@@ -94,6 +94,7 @@ def parse_header_nbytes(first8: bytes, *, file_nbytes: int, file: str, max_bytes
     return nbytes
 
 
+@uncollected
 def parse_header(raw: bytes, *, file_nbytes: int, file: str) -> ShardHeader:
     """Return the validated header of a safetensors file.
 

@@ -13,7 +13,7 @@ from typing import Any, TypeGuard
 
 from gpusync.errors import IndexFormatError, SourceNotReadyError
 from gpusync.format.header import tensor_nbytes
-from gpusync.format.jsontext import parse_json_object, parse_tensor_name, show
+from gpusync.format.jsontext import parse_json_object, parse_tensor_name, show, uncollected
 from gpusync.types import (
     ALGORITHMS,
     ENCODINGS,
@@ -104,6 +104,7 @@ def parse_shard_name(name: object, *, file: str) -> str:
     return name
 
 
+@uncollected
 def parse_index(data: bytes, *, file: str) -> DeltaIndex | FullIndex:
     """Return the validated index of a version: a delta where its metadata has ``delta_encoding``, else full.
 
@@ -148,6 +149,7 @@ def parse_index(data: bytes, *, file: str) -> DeltaIndex | FullIndex:
     )
 
 
+@uncollected
 def parse_manifest(data: bytes, *, file: str) -> Manifest:
     """Return the validated ``gpusync.manifest.json`` of a version.
 

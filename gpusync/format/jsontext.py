@@ -6,9 +6,12 @@ that no file name or UTF-8 stream can carry. All of that is refused here, once.
 
 from __future__ import annotations
 
+import functools
+import gc
 import json
 import re
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 from gpusync.errors import FormatError
 
@@ -21,6 +24,30 @@ _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 # u64 has 20 digits. Longer integers become floats: ignored where the key is, refused where an integer is due,
 # and never the quadratic time of a huge int().
 _MAX_INT_DIGITS = 20
+
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+
+def uncollected(parse: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """Return a parser that runs with Python's cyclic garbage collection off.
+
+    A parser makes tens of thousands of objects that all stay, and no cycles. Python takes their number as a reason to search
+    for garbage again and again, among everything that the process holds: a serving engine's objects as well.
+    """
+
+    @functools.wraps(parse)
+    def run(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        if not gc.isenabled():  # the process's own choice, or another thread parses
+            return parse(*args, **kwargs)
+        gc.disable()
+        try:
+            return parse(*args, **kwargs)
+        finally:
+            gc.enable()
+
+    return run
 
 
 class _RefusedJson(Exception):
