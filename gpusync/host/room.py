@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,10 @@ from gpusync.host.loops import Words, list_words
 
 # 8-byte words that are searched in one go.
 _WIDE_AT_ONCE = 512
+# Entries beyond those asked for: a list that grows by pieces of one size needs no new room with each.
+_SPARE_ENTRIES = 1 << 16
+
+Number = TypeVar("Number", bound=np.unsignedinteger[Any])
 
 
 class Room(threading.local):
@@ -110,7 +114,14 @@ class Room(threading.local):
         The array that is set last is looked at: an interrupt between them leaves it as it was.
         """
         if self._seen.size < count + more:
-            self._index, self._value, self._seen = (
-                np.concatenate([array[:count], np.empty(more, array.dtype)])
-                for array in (self._index, self._value, self._seen)
-            )
+            size = count + more + _SPARE_ENTRIES
+            self._index = _grown(self._index, count, size)
+            self._value = _grown(self._value, count, size)
+            self._seen = _grown(self._seen, count, size)
+
+
+def _grown(array: NDArray[Number], count: int, size: int) -> NDArray[Number]:
+    """Return an array of ``size`` with the first ``count`` entries; no page behind them is touched."""
+    grown: NDArray[Number] = np.empty(size, array.dtype)
+    grown[:count] = array[:count]
+    return grown
