@@ -1,19 +1,22 @@
-"""Loops that numpy has no call for, compiled by numba to machine code when their module is imported.
+"""Loops that numpy has no call for, compiled by numba to machine code when they are first called.
 
 A compiled loop runs on the thread that calls it, without the interpreter's lock, and allocates nothing. It checks no
-index: whoever calls it has made sure of the sizes, and ``NUMBA_BOUNDSCHECK=1`` checks them in a test. What it calls must
-stand in its own file, because numba's cache looks for changes in no other.
+index: whoever calls it has made sure of the sizes, and ``NUMBA_BOUNDSCHECK=1`` checks them in a test. It calls no other.
+
+numba is imported with the first call, and not before: vLLM's workers fail to start where it is there already.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
+import threading
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeVar
-
-import numba
+from typing import Any, ParamSpec, TypeVar, cast
 
 _log = logging.getLogger(__name__)
+_lock = threading.Lock()
+_loops: list[_Loop] = []
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -22,7 +25,7 @@ _Result = TypeVar("_Result")
 def compiled(
     signatures: str | Sequence[str],
 ) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
-    """Return a decorator that compiles a function for its signatures.
+    """Return a decorator that has a function compiled for its signatures.
 
     Machine code is kept beside the source, in the user's cache folder where that is not writable, or in
     ``NUMBA_CACHE_DIR``; compiling takes a second or so a function. Where there is no such folder, or what is in it is
@@ -34,19 +37,51 @@ def compiled(
         Types of result and arguments in numba's words, one set or several. Integers within the function should be unsigned
         like its sizes: numba makes floats of mixed ones.
     """
-    options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 
-    def compile_loop(loop: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-        made: Callable[_Arguments, _Result]
+    def compile_later(loop: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+        made = _Loop(loop, signatures)
+        _loops.append(made)
+        return cast("Callable[_Arguments, _Result]", functools.wraps(loop)(made))
+
+    return compile_later
+
+
+def compile_loops() -> None:
+    """Compile every loop of the modules that are imported: what first calls would do."""
+    for loop in _loops:
+        loop.compile()
+
+
+class _Loop:
+    """A loop, and its machine code once it was called."""
+
+    def __init__(self, loop: Callable[..., Any], signatures: str | Sequence[str]) -> None:
+        self._loop = loop
+        self._signatures = signatures
+        self._made: Callable[..., Any] | None = None
+
+    def __call__(self, *arguments: Any) -> Any:
+        return (self._made or self.compile())(*arguments)
+
+    def compile(self) -> Callable[..., Any]:
+        """Return the machine code, made now if it was not."""
+        with _lock:
+            if self._made is None:
+                self._made = self._compile()
+            return self._made
+
+    def _compile(self) -> Callable[..., Any]:
+        import numba
+
+        options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+        made: Callable[..., Any]
         try:
-            made = numba.njit(signatures, cache=True, **options)(loop)
+            made = numba.njit(self._signatures, cache=True, **options)(self._loop)
         except Exception as err:
             # numba has no type for a bad cache; a mistake in the loop itself is raised again here.
-            made = numba.njit(signatures, **options)(loop)
+            made = numba.njit(self._signatures, **options)(self._loop)
             _log.warning(
                 "numba's cache of compiled code cannot be used (%r): set NUMBA_CACHE_DIR to a folder of this user",
                 err,
             )
         return made
-
-    return compile_loop

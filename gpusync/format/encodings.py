@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from gpusync import fsio
 from gpusync.errors import OutOfScratchError
+from gpusync.format.decode_rows import RowsLayer
 from gpusync.format.frames import BlobReader, ReadBytes, Where
 from gpusync.format.rows import most_payload_nbytes
 from gpusync.types import Encoding
@@ -108,8 +109,6 @@ def open_layer(
             )
         )
     if encoding == "xor_rows":
-        from gpusync.format.decode_rows import RowsLayer  # it loads numba: only who needs it waits
-
         rows = BlobReader(
             read,
             nbytes=blob_nbytes,

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from gpusync.compiled import compile_loops
 from gpusync.errors import DeviceError, ModelPoisonedError, PlacementError
 from gpusync.folding.fold import Fold, run_parallel
 from gpusync.folding.plan import TensorPlan, mismatch
@@ -111,6 +112,7 @@ class HostChanges:
         self._changes = changes
         self._workers = workers
         self._runs = list(_runs(changes, workers))
+        compile_loops()  # of these, one is called in the pause
 
     @property
     def nbytes(self) -> int:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 
+from gpusync.compiled import compile_loops
 from gpusync.errors import CheckpointError, DeviceError, ModelPoisonedError
 from gpusync.folder.marker import read_marker
 from gpusync.host.parts import PreparedPart
@@ -172,8 +173,7 @@ def warmup(device: str = "auto") -> None:
     MissingDependencyError
         The device is not supported here.
     """
-    import gpusync.format.decode_rows  # noqa: F401 - else the first xor_rows waits for it
-
+    compile_loops()
     warm_up_device(device)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from gpusync.format.decode_rows import xor_record
 from gpusync.format.encodings import Layer
 from gpusync.format.frames import BlobReader
 from gpusync.format.rows import BAND_NBYTES, band_at, count_bands
@@ -70,8 +71,6 @@ class SeekingRows:
 
     def apply(self, piece: Bytes, offset: int) -> None:
         """Change ``piece``, the tensor's bytes from ``offset`` on, in place."""
-        from gpusync.format.decode_rows import xor_record  # it loads numba: only who needs it waits
-
         first, end = offset // BAND_NBYTES, count_bands(offset + piece.size)
         reader = _read_frames(self._blob, self._frames, first, end, self._max_window)
         for number in range(first, end):

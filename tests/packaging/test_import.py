@@ -64,6 +64,16 @@ def test_only_a_pull_of_xor_rows_loads_numba(
     assert run_python(code, repository) == str(loaded)
 
 
+@pytest.mark.parametrize(
+    "module",
+    ["gpusync.engines.vllm_weights", "gpusync.live.apply", "gpusync.publisher.publish"],
+)
+def test_importing_a_module_loads_no_numba(repository: Path, module: str) -> None:
+    """vLLM's workers, which import the mount before they start, would not start with it."""
+    code = f"import sys, {module}; print('numba' in sys.modules)"
+    assert run_python(code, repository) == "False"
+
+
 def test_every_public_name_resolves(repository: Path) -> None:
     code = (
         "import gpusync\n"
