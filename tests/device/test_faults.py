@@ -634,7 +634,7 @@ def test_an_interrupt_from_the_keyboard_stops_prepare(stream: wire.Stream, devic
     def progress(event: gpusync.Progress) -> None:
         events.append(event)
         if len(events) == 1:
-            signal.raise_signal(signal.SIGINT)
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
         prepare(stream, model, 1, device.name, progress=progress)
