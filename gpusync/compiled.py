@@ -1,7 +1,8 @@
 """Loops that numpy has no call for, compiled by numba to machine code when they are first called.
 
 A compiled loop runs on the thread that calls it, without the interpreter's lock, and allocates nothing. It checks no
-index: whoever calls it has made sure of the sizes, and ``NUMBA_BOUNDSCHECK=1`` checks them in a test. It calls no other.
+index: whoever calls it has made sure of the sizes, and ``NUMBA_BOUNDSCHECK=1`` checks them in a test. It calls nothing but
+parts of its own file (:func:`part`), which become part of its machine code.
 
 numba is imported with the first call, and not before: vLLM's workers fail to start where it is there already.
 """
@@ -12,14 +13,18 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any, ParamSpec, TypeVar, cast
 
 _log = logging.getLogger(__name__)
 _lock = threading.Lock()
 _loops: list[_Loop] = []
+_parts: set[object] = set()
+_OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def compiled(
@@ -44,6 +49,12 @@ def compiled(
         return cast("Callable[_Arguments, _Result]", functools.wraps(loop)(made))
 
     return compile_later
+
+
+def part(function: _Function) -> _Function:
+    """Mark a function that compiled loops and other parts call, all of its own file: a change there has them compiled anew."""
+    _parts.add(function)
+    return function
 
 
 def compile_loops() -> None:
@@ -73,15 +84,29 @@ class _Loop:
     def _compile(self) -> Callable[..., Any]:
         import numba
 
-        options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
         made: Callable[..., Any]
+        loop = _with_parts(self._loop, {})
         try:
-            made = numba.njit(self._signatures, cache=True, **options)(self._loop)
+            made = numba.njit(self._signatures, cache=True, **_OPTIONS)(loop)
         except Exception as err:
             # numba has no type for a bad cache; a mistake in the loop itself is raised again here.
-            made = numba.njit(self._signatures, **options)(self._loop)
+            made = numba.njit(self._signatures, **_OPTIONS)(loop)
             _log.warning(
                 "numba's cache of compiled code cannot be used (%r): set NUMBA_CACHE_DIR to a folder of this user",
                 err,
             )
         return made
+
+
+def _with_parts(function: Callable[..., Any], made: dict[str, Any]) -> Callable[..., Any]:
+    """Return the function as numba should see it: the parts that it calls are numba's."""
+    import numba
+
+    known = function.__globals__
+    for name in function.__code__.co_names:
+        called = known.get(name)
+        if name not in made and isinstance(called, FunctionType) and called in _parts:
+            made[name] = numba.njit(**_OPTIONS)(_with_parts(called, made))
+    if not made:
+        return function
+    return FunctionType(function.__code__, {**known, **made}, function.__name__)

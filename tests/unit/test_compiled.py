@@ -1,4 +1,4 @@
-"""Compiled loops: their cache may be absent or damaged."""
+"""Compiled loops: they call parts of their file, and their cache may be absent or damaged."""
 
 from __future__ import annotations
 
@@ -10,13 +10,22 @@ from pathlib import Path
 import pytest
 
 _MODULE = """
-from gpusync.compiled import compiled
+import numpy
+from gpusync.compiled import compiled, part
+
+@part
+def halved(word):
+    return word >> numpy.uint64(1)
+
+@part
+def doubled_and_halved(word):
+    return halved(word << numpy.uint64(1))
 
 @compiled("uint64(uint64[::1])")
 def add(words):
     total = words[0] & 0
     for word in words:
-        total += word
+        total += doubled_and_halved(word)
     return total
 """
 _CALL = "import numpy, loop; print(loop.add(numpy.arange(5, dtype=numpy.uint64)))"
