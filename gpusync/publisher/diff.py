@@ -15,7 +15,7 @@ from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -44,7 +44,12 @@ IN_FLIGHT_NBYTES = 64 << 20
 IN_FLIGHT_TENSORS = 512
 
 _BLOCK_NBYTES = 1 << 20
+# Handing a task to another thread and waiting for it costs more than the work on a tensor of this size.
+_SMALL_NBYTES = 64 << 10
 _local = threading.local()
+
+
+Result = TypeVar("Result")
 
 
 class BlockSource(Protocol):
@@ -172,14 +177,19 @@ class TensorDiff:
         self._futures: list[Future[TensorDelta | None]] = []
 
     def start(self, pool: Executor, threads: int) -> None:
-        """Hand the work to the pool: a task for each of its threads, which share out the blocks among them."""
-        tasks = 1 if self._options.is_stream else max(1, min(threads, self._blocks))
+        """Hand the work to the pool: a task for each of its threads, which share out the blocks among them.
+
+        A small tensor's work is done when this returns.
+        """
+        is_small = self.nbytes <= _SMALL_NBYTES
+        tasks = 1 if self._options.is_stream or is_small else min(threads, self._blocks)
         self._numbers = iter(range(self._blocks))
         self._left = tasks
         self._unread = self._blocks
         if not self._blocks:
             self._is_read.set()
-        self._futures = [pool.submit(self._run) for _ in range(tasks)]
+        submit = _run_now if is_small else pool.submit
+        self._futures = [submit(self._run) for _ in range(tasks)]
 
     def wait_until_read(self) -> None:
         """Wait until no thread looks at the new bytes any more; they are let go."""
@@ -318,6 +328,16 @@ def diff_tensors(
             yield pending.popleft().result()
     while pending:
         yield pending.popleft().result()
+
+
+def _run_now(work: Callable[[], Result]) -> Future[Result]:
+    """Do on this thread what a pool would do on one of its own."""
+    future: Future[Result] = Future()
+    try:
+        future.set_result(work())
+    except Exception as err:
+        future.set_exception(err)
+    return future
 
 
 def _scratch(nbytes: int) -> tuple[Bytes, Bytes]:
