@@ -37,7 +37,8 @@ from gpusync.device.segments import DeviceChanges, ListMemory, Segment
 from gpusync.device.selftest import nvcomp_is_trusted
 from gpusync.device.staging import Feeder, NeedsHost, PinnedRing
 from gpusync.errors import DecodeError, DeviceError, KernelError, ModelPoisonedError
-from gpusync.folding.fold import Fold, run_parallel, shut_down
+from gpusync.folding.fold import Fold
+from gpusync.folding.parallel import run_parallel, shut_down
 from gpusync.folding.plan import TensorPlan
 from gpusync.host.changes import ListBudget
 from gpusync.host.parts import LiveWork, PreparedPart

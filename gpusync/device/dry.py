@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from gpusync.device.runtime import Runtime
 from gpusync.errors import DecodeError
-from gpusync.folding.fold import Bytes, Fold, run_parallel
+from gpusync.folding.fold import Bytes, Fold
+from gpusync.folding.parallel import run_parallel
 from gpusync.folding.plan import TensorPlan, mismatch
 from gpusync.format.digest import Hasher, new_hasher
 from gpusync.host.parts import LiveWork
@@ -68,7 +69,7 @@ def prove_on_host(
             raise mismatch(tensor, digests[tensor.expected.algorithm])
         return tensor.name, Proof(digests[DEVICE_ALGORITHM], sink.digests())
 
-    return dict(run_parallel(one, tensors, fold.workers))
+    return dict(run_parallel(one, tensors, fold.workers, lambda tensor: tensor.nbytes))
 
 
 class _SliceDigests:

@@ -25,7 +25,8 @@ from gpusync.device.readers import (
 )
 from gpusync.device.ring import PinnedRing, Slot
 from gpusync.device.runtime import Stream
-from gpusync.folding.fold import Fold, run_parallel
+from gpusync.folding.fold import Fold
+from gpusync.folding.parallel import run_parallel
 from gpusync.format.digest import new_hasher
 from gpusync.published.blobmaps import BlobMap
 from gpusync.published.blobs import BlobFile, hash_blob, hold_digest, locate_blob

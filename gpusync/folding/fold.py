@@ -10,10 +10,9 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,8 +32,6 @@ if TYPE_CHECKING:  # it loads torch, which a disk-only pull has no use for
     from gpusync.placement.regions import Region
 
 Bytes = NDArray[np.uint8]
-Item = TypeVar("Item")
-Result = TypeVar("Result")
 
 # Decoders that run side by side, over all threads, and the window each may have. A rare larger window is decoded
 # by one thread alone. Together: the decoders' memory stays under 16 x 8 MiB + 128 MiB.
@@ -300,62 +297,6 @@ class _Taken:
 
     def digests(self) -> dict[Algorithm, Digest]:
         return {algorithm: hasher.digest() for algorithm, hasher in self._hashers.items()}
-
-
-def run_parallel(
-    work: Callable[[Item], Result], items: Sequence[Item], workers: int
-) -> list[Result]:
-    """Run ``work`` over ``items`` in threads and return the results, in no order; the first error stops the rest.
-
-    Items should be ordered largest first, so that the last thread is not left alone with the largest. When this
-    returns or raises, no thread is still at work: what the items share may be closed.
-    """
-    threads = max(1, min(workers, len(items)))
-    waiting = iter(items)
-    results: list[Result] = []
-    stopped = threading.Event()
-
-    def take() -> None:
-        try:
-            for item in waiting:  # each goes to one thread
-                if stopped.is_set():
-                    return
-                results.append(work(item))
-        except BaseException:
-            stopped.set()
-            raise
-
-    pool = ThreadPoolExecutor(threads)
-    futures: list[Future[None]] = []
-    future: Future[None] | None
-    try:
-        # A task for each thread, not for each item: a future costs more than the work on a small tensor.
-        futures.extend(pool.submit(take) for _ in range(threads))
-        for future in as_completed(futures):
-            future.result()
-        return results
-    finally:
-        stopped.set()
-        shut_down(pool)
-        # An error's traceback holds this frame, and a future holds the error: let the cycle's memory go at once.
-        futures.clear()
-        future = None
-
-
-def shut_down(pool: ThreadPoolExecutor) -> None:
-    """Wait for the threads, also when a signal's exception arrives meanwhile; it is raised afterwards.
-
-    Tasks that did not start are dropped.
-    """
-    interrupted: BaseException | None = None
-    while True:
-        try:
-            pool.shutdown(wait=True, cancel_futures=True)
-            break
-        except BaseException as err:
-            interrupted = err
-    if interrupted is not None:
-        raise interrupted
 
 
 def _piece_buffer(nbytes: int) -> Bytes:

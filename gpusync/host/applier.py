@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from gpusync.compiled import compile_loops
 from gpusync.errors import DeviceError, ModelPoisonedError, PlacementError
-from gpusync.folding.fold import Fold, run_parallel
+from gpusync.folding.fold import Fold
+from gpusync.folding.parallel import run_parallel
 from gpusync.folding.plan import TensorPlan, mismatch
 from gpusync.host.changes import ENTRIES_PER_STEP, ListBudget, RegionChanges
 from gpusync.host.parts import LiveWork, PreparedPart
@@ -62,7 +63,9 @@ def prepare_host(work: LiveWork, fold: Fold, budget: ListBudget, meter: Meter) -
     ours: dict[str, Digest] = {}
     clock = StageClock()
     with clock.stage("decode", work.nbytes):
-        for name, digest, made in run_parallel(one, work.tensors, fold.workers):
+        for name, digest, made in run_parallel(
+            one, work.tensors, fold.workers, lambda tensor: tensor.nbytes
+        ):
             if digest is not None:
                 ours[name] = digest
             changes.extend(made)

@@ -9,7 +9,8 @@ import numpy as np
 from gpusync.config import Settings
 from gpusync.folder.files import OpenFiles
 from gpusync.folder.layout import Layout
-from gpusync.folding.fold import Bytes, Fold, run_parallel
+from gpusync.folding.fold import Bytes, Fold
+from gpusync.folding.parallel import run_parallel
 from gpusync.folding.plan import NOTHING_TO_FOLD, plan_tensor
 from gpusync.placement.regions import Placement, Region, reading, wait_for_writes
 from gpusync.placement.slices import Slice
@@ -34,12 +35,8 @@ def prove(
         return name, sink.first_difference
 
     wait_for_writes(placement)
-    names = sorted(
-        placement.regions.keys() | placement.slices.keys(),
-        key=lambda name: layout.entry(name).nbytes,
-        reverse=True,
-    )
-    found = dict(run_parallel(one, names, settings.workers))
+    names = list(placement.regions.keys() | placement.slices.keys())
+    found = dict(run_parallel(one, names, settings.workers, lambda name: layout.entry(name).nbytes))
     return {
         name: f"{DIFFER} {layout.folder} at byte {offset} of the tensor"
         for name, offset in found.items()

@@ -12,7 +12,8 @@ import torch
 
 from gpusync.errors import OutOfScratchError, PlacementError
 from gpusync.folder.marker import Marker
-from gpusync.folding.fold import Bytes, Fold, run_parallel
+from gpusync.folding.fold import Bytes, Fold
+from gpusync.folding.parallel import run_parallel
 from gpusync.folding.plan import TensorPlan, mismatch, plan_tensor
 from gpusync.format.digest import digest_of
 from gpusync.host.applier import HostChanges
@@ -215,8 +216,7 @@ def folded(
             raise _differs(tensor, digests[tensor.expected.algorithm])
         return tensor.name, digests[_OURS]
 
-    largest_first = sorted(tensors, key=lambda tensor: tensor.nbytes, reverse=True)
-    return scratch, dict(run_parallel(one, largest_first, fold.workers))
+    return scratch, dict(run_parallel(one, tensors, fold.workers, lambda tensor: tensor.nbytes))
 
 
 def processed(

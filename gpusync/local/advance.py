@@ -20,7 +20,8 @@ from gpusync.errors import DigestMismatchError, FormatError, SourceNotReadyError
 from gpusync.folder.files import FileStamp
 from gpusync.folder.layout import Layout, local_io_error
 from gpusync.folder.marker import Marker, current_boot_id
-from gpusync.folding.fold import Fold, run_parallel
+from gpusync.folding.fold import Fold
+from gpusync.folding.parallel import run_parallel
 from gpusync.format.index import INDEX_NAME
 from gpusync.local.audit import Audit, SeedHealer
 from gpusync.local.checkpoint import FolderPaths, LocalState, local_errors, write_table

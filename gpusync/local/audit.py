@@ -14,7 +14,8 @@ from typing import Protocol
 from gpusync.errors import ChainError, GpuSyncError, SourceNotReadyError
 from gpusync.folder.files import OpenFiles
 from gpusync.folder.layout import Layout
-from gpusync.folding.fold import Fold, NullSink, run_parallel
+from gpusync.folding.fold import Fold, NullSink
+from gpusync.folding.parallel import run_parallel
 from gpusync.folding.plan import NOTHING_TO_FOLD, TensorPlan, mismatch, plan_tensor
 from gpusync.published.chain import Chain, start_layout
 from gpusync.published.route import Route
@@ -122,8 +123,9 @@ def audit(
             fold.run(plan.nbytes, plan.origin, (), NullSink(), algorithms, meter.add),
         )
 
-    names = sorted(layout.file_of, key=lambda name: layout.entry(name).nbytes, reverse=True)
-    for name, expected, digests in run_parallel(one, names, fold.workers):
+    for name, expected, digests in run_parallel(
+        one, list(layout.file_of), fold.workers, lambda name: layout.entry(name).nbytes
+    ):
         found.nbytes += layout.entry(name).nbytes
         if expected is not None and digests[expected.algorithm] != expected:
             got = digests[expected.algorithm]

@@ -18,13 +18,8 @@ from gpusync import fsio
 from gpusync.errors import GpuSyncError
 from gpusync.folder.files import FileChangedError, OpenFiles
 from gpusync.folder.layout import Layout, Shard, unreadable
-from gpusync.folding.fold import (
-    FileSink,
-    Fold,
-    NullSink,
-    Sink,
-    run_parallel,
-)
+from gpusync.folding.fold import FileSink, Fold, NullSink, Sink
+from gpusync.folding.parallel import run_parallel
 from gpusync.folding.plan import TensorPlan, mismatch, plan_tensor, plan_unmanaged
 from gpusync.published.route import Route
 from gpusync.timing import Meter
@@ -173,17 +168,15 @@ class Materializer:
         outcome: Outcome,
         sink_of: Callable[[TensorPlan], Sink],
     ) -> None:
-        tensors = sorted(
-            (tensor for plan in plans for tensor in plan.tensors),
-            key=lambda tensor: tensor.nbytes,
-            reverse=True,
-        )
+        tensors = [tensor for plan in plans for tensor in plan.tensors]
 
         def one(plan: TensorPlan) -> tuple[TensorPlan, Digest, bool]:
             digest, healed = self._tensor(plan, sink_of(plan))
             return plan, digest, healed
 
-        for plan, digest, healed in run_parallel(one, tensors, self._fold.workers):
+        for plan, digest, healed in run_parallel(
+            one, tensors, self._fold.workers, lambda tensor: tensor.nbytes
+        ):
             if plan.managed:
                 outcome.table[plan.name] = digest.hex
             outcome.changed += bool(plan.blobs)

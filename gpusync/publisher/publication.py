@@ -28,7 +28,7 @@ from gpusync import fsio
 from gpusync.config import Settings
 from gpusync.errors import CheckpointIOError, VersionConflictError
 from gpusync.folder.lock import NO_LOCKS, excludes_others
-from gpusync.folding.fold import shut_down
+from gpusync.folding.parallel import shut_down
 from gpusync.format.index import version_dir_name
 
 log = logging.getLogger(__name__)
