@@ -13,12 +13,14 @@ Words = NDArray[np.unsignedinteger[Any]]
 """Live bytes as words: of 2 bytes, or of 1 where the address is odd."""
 
 _U64 = np.uint64
+_LINE = _U64(8)  # words
+_READ = "Array(uint64, 1, 'C', readonly=True, aligned=False)"
 
 
 @compiled(
     [
-        "uint64(uint64[::1], Array(uint64, 1, 'C', readonly=True, aligned=False), uint64[::1], boolean, uint64,"
-        f" uint32[::1], {word}[::1], {word}[::1], uint64, uint32[::1])"
+        f"uint64({_READ}, {_READ}, uint64[::1], boolean, uint64, uint32[::1], {word}[::1], {word}[::1], uint64,"
+        " uint32[::1], uint32[::1])"
         for word in ("uint16", "uint8")
     ]
 )
@@ -33,6 +35,7 @@ def list_words(
     seen: Words,
     count: int,
     places: NDArray[np.uint32],
+    lines: NDArray[np.uint32],
 ) -> np.uint64:
     """Set ``other`` to piece XOR live, and add the changed words to a list; return how many the list holds then.
 
@@ -41,14 +44,15 @@ def list_words(
     piece, other
         New XOR live, and the new bytes, if ``holds_delta``; else the other way round.
     live
-        At any address. It is read once.
+        It is read once. It and ``piece`` may be at any address.
     first
         Number of the piece's first word.
     index, value, seen
         Numbers of changed words, the XOR of each, and the live word. There is room for every word of the piece behind the
         ``count`` that are there, and for one more.
-    places
-        Room for what this works with: small, so that it stays in cache.
+    places, lines
+        Room for what this works with: for some words of 8 bytes, and for an eighth as many lines of 8 words. Small, so that
+        it stays in cache.
     """
     bits = _U64(8 * value.itemsize)
     lanes = _U64(8 // value.itemsize)
@@ -60,9 +64,23 @@ def list_words(
         end = min(begin + _U64(places.size), _U64(piece.size))
         for at in range(begin, end):
             other[at] = piece[at] ^ live[at]
-        # Whether a word changes is a coin toss to the processor. So there is no branch: all are stored, and kept if changed.
+        # Whether a word changes is a coin toss to the processor. So there is no branch: all are stored, and kept if changed;
+        # those of a line only where the line has a change.
+        changed = _U64(0)
+        whole = begin + (end - begin) // _LINE * _LINE
+        for at in range(begin, whole, _LINE):
+            lines[changed] = at
+            any_change = _U64(0)
+            for word in range(_LINE):
+                any_change |= delta[at + word]
+            changed += _U64(any_change != _U64(0))
         wide = _U64(0)
-        for at in range(begin, end):
+        for number in range(changed):
+            line = _U64(lines[number])
+            for at in range(line, line + _LINE):
+                places[wide] = at
+                wide += _U64(delta[at] != _U64(0))
+        for at in range(whole, end):
             places[wide] = at
             wide += _U64(delta[at] != _U64(0))
         for number in range(wide):

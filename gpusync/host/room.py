@@ -13,7 +13,7 @@ from gpusync.folding.fold import Bytes
 from gpusync.host.loops import Words, list_words
 
 # 8-byte words that are searched in one go.
-_WIDE_AT_ONCE = 512
+_WIDE_AT_ONCE = 256
 # Entries beyond those asked for: a list that grows by pieces of one size needs no new room with each.
 _SPARE_ENTRIES = 1 << 16
 
@@ -33,6 +33,7 @@ class Room(threading.local):
         self._value: Words = np.empty(0, np.uint16)
         self._seen: Words = np.empty(0, np.uint16)
         self._places: NDArray[np.uint32] = np.empty(_WIDE_AT_ONCE, np.uint32)
+        self._lines: NDArray[np.uint32] = np.empty(_WIDE_AT_ONCE // 8, np.uint32)
 
     def bytes(self, nbytes: int) -> Bytes:
         """Return bytes to work in, of no list, aligned to 8."""
@@ -85,10 +86,10 @@ class Room(threading.local):
         value, seen = self._value.view(kind), self._seen.view(kind)
 
         def add(piece: Bytes, live: Bytes, other: Bytes, first: int, count: int) -> int:
-            wide = np.require(piece.view(np.uint64), requirements="A")
-            words = (wide, live.view(np.uint64), other.view(np.uint64))
+            words = (piece.view(np.uint64), live.view(np.uint64), other.view(np.uint64))
             room = (self._index, value, seen)
-            return int(list_words(*words, holds_delta, first, *room, count, self._places))
+            work = (self._places, self._lines)
+            return int(list_words(*words, holds_delta, first, *room, count, *work))
 
         body = piece.size & ~7
         if body:
