@@ -2,7 +2,7 @@
 
 A compiled loop runs on the thread that calls it, without the interpreter's lock, and allocates nothing. It checks no
 index: whoever calls it has made sure of the sizes, and ``NUMBA_BOUNDSCHECK=1`` checks them in a test. It calls nothing but
-parts of its own file (:func:`part`), which become part of its machine code.
+parts (:func:`part`), which become part of its machine code.
 
 numba is imported with the first call, and not before: vLLM's workers fail to start where it is there already.
 """
@@ -12,9 +12,11 @@ from __future__ import annotations
 import functools
 import logging
 import threading
+import zlib
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import FunctionType
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeGuard, TypeVar, cast
 
 _log = logging.getLogger(__name__)
 _lock = threading.Lock()
@@ -44,7 +46,7 @@ def compiled(
     """
 
     def compile_later(loop: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-        made = _Loop(loop, signatures)
+        made = _Loop(cast(FunctionType, loop), signatures)
         _loops.append(made)
         return cast("Callable[_Arguments, _Result]", functools.wraps(loop)(made))
 
@@ -52,7 +54,7 @@ def compiled(
 
 
 def part(function: _Function) -> _Function:
-    """Mark a function that compiled loops and other parts call, all of its own file: a change there has them compiled anew."""
+    """Mark a function that compiled loops and other parts call."""
     _parts.add(function)
     return function
 
@@ -66,7 +68,7 @@ def compile_loops() -> None:
 class _Loop:
     """A loop, and its machine code once it was called."""
 
-    def __init__(self, loop: Callable[..., Any], signatures: str | Sequence[str]) -> None:
+    def __init__(self, loop: FunctionType, signatures: str | Sequence[str]) -> None:
         self._loop = loop
         self._signatures = signatures
         self._made: Callable[..., Any] | None = None
@@ -85,7 +87,7 @@ class _Loop:
         import numba
 
         made: Callable[..., Any]
-        loop = _with_parts(self._loop, {})
+        loop = _with_parts(self._loop)
         try:
             made = numba.njit(self._signatures, cache=True, **_OPTIONS)(loop)
         except Exception as err:
@@ -98,15 +100,33 @@ class _Loop:
         return made
 
 
-def _with_parts(function: Callable[..., Any], made: dict[str, Any]) -> Callable[..., Any]:
-    """Return the function as numba should see it: the parts that it calls are numba's."""
+def _with_parts(loop: FunctionType) -> FunctionType:
+    """Return a loop as numba should see it: the parts that it calls are numba's.
+
+    numba's cache is void where the loop's own file has changed. Where parts are of others, their content is in the name.
+    """
+    made: dict[FunctionType, Any] = {}
+    linked = _linked(loop, made)
+    files = {part.__code__.co_filename for part in made} - {loop.__code__.co_filename}
+    if files:
+        content = b"".join(Path(file).read_bytes() for file in sorted(files))
+        linked.__name__ = linked.__qualname__ = f"{loop.__name__}_{zlib.crc32(content):08x}"
+    return linked
+
+
+def _linked(function: FunctionType, made: dict[FunctionType, Any]) -> FunctionType:
+    """Return a function that calls the parts in ``made``, where they are added, instead of the marked ones."""
     import numba
 
     known = function.__globals__
-    for name in function.__code__.co_names:
-        called = known.get(name)
-        if name not in made and isinstance(called, FunctionType) and called in _parts:
-            made[name] = numba.njit(**_OPTIONS)(_with_parts(called, made))
-    if not made:
-        return function
-    return FunctionType(function.__code__, {**known, **made}, function.__name__)
+    called = {name: known.get(name) for name in function.__code__.co_names}
+    parts = {name: part for name, part in called.items() if _is_part(part)}
+    for part in parts.values():
+        if part not in made:
+            made[part] = numba.njit(**_OPTIONS)(_linked(part, made))
+    linked = {name: made[part] for name, part in parts.items()}
+    return FunctionType(function.__code__, {**known, **linked}, function.__name__)
+
+
+def _is_part(value: object) -> TypeGuard[FunctionType]:
+    return isinstance(value, FunctionType) and value in _parts

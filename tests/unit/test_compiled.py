@@ -74,3 +74,17 @@ def test_without_a_folder_for_it_every_process_compiles(tmp_path: Path) -> None:
     done = _run(tmp_path, tmp_path / "cache" / "below")
     _check(done)
     assert "NUMBA_CACHE_DIR" in done.stderr
+
+
+def test_a_change_in_a_part_of_another_file_has_the_loop_compiled_anew(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    moved = _MODULE.replace("@part\ndef halved(word):\n    return word >> numpy.uint64(1)\n", "")
+    (tmp_path / "loop.py").write_text(f"from halving import halved\n{moved}")
+    part = (
+        "import numpy\nfrom gpusync.compiled import part\n@part\ndef halved(word): return word {}\n"
+    )
+    (tmp_path / "halving.py").write_text(part.format(">> numpy.uint64(1)"))
+    _check(_run(tmp_path, cache))
+    (tmp_path / "halving.py").write_text(part.format("* numpy.uint64(3)"))
+    done = _run(tmp_path, cache)
+    assert (done.returncode, done.stdout) == (0, "60\n"), done.stderr
