@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import shutil
+import io
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -71,16 +72,9 @@ class _Blobs:
 
     def _apply_one(self, tensors: Tensors, name: str) -> None:
         tensor, blob = tensors[name], self._blobs[name]
-        rest = memoryview(blob)
-
-        def read(nbytes: int) -> bytes:
-            nonlocal rest
-            piece, rest = bytes(rest[:nbytes]), rest[nbytes:]
-            return piece
-
         layer = open_layer(
             self._encoding,
-            read,
+            lambda: io.BytesIO(blob).read,
             blob_nbytes=len(blob),
             nbytes=tensor.size,
             max_window=MAX_WINDOW,

@@ -59,16 +59,18 @@ def part(function: _Function) -> _Function:
     return function
 
 
-def compile_loops() -> None:
-    """Compile every loop of the modules that are imported: what first calls would do."""
+def compile_loops(module: str | None = None) -> None:
+    """Compile the loops of a module, or of all that are imported: what first calls would do."""
     for loop in _loops:
-        loop.compile()
+        if module in (None, loop.module):
+            loop.compile()
 
 
 class _Loop:
     """A loop, and its machine code once it was called."""
 
     def __init__(self, loop: FunctionType, signatures: str | Sequence[str]) -> None:
+        self.module = loop.__module__
         self._loop = loop
         self._signatures = signatures
         self._made: Callable[..., Any] | None = None

@@ -11,6 +11,7 @@ from gpusync import fsio
 from gpusync.folding.scratch import scratch_errors
 from gpusync.format.digest import Hasher, new_hasher
 from gpusync.format.encodings import Layer, open_layer
+from gpusync.format.frames import ReadBytes
 from gpusync.published.blobs import BlobFile, BlobSource, hold_digest, locate_blob
 
 Bytes = NDArray[np.uint8]
@@ -26,20 +27,26 @@ class _Feed:
     def __init__(self, blob: BlobFile) -> None:
         self._blob = blob
         self._position = 0
-        self._hasher: Hasher | None = new_hasher("xxh3-128") if blob.stated else None
+        self._hasher: Hasher | None = None
 
-    def read(self, nbytes: int) -> bytes:
+    def begin(self) -> ReadBytes:
+        """Begin at the blob's first byte, perhaps again, and return what reads on from there."""
+        self._position = 0
+        self._hasher = new_hasher("xxh3-128") if self._blob.stated else None
+        return self._read
+
+    def check(self) -> None:
+        """Hold the digest of what was read against the manifest's."""
+        if self._hasher is not None:
+            hold_digest(self._blob, self._hasher)
+
+    def _read(self, nbytes: int) -> bytes:
         """Return up to ``nbytes`` next bytes, none at the end."""
         piece = self._blob.read(self._position, min(nbytes, self._blob.nbytes - self._position))
         self._position += len(piece)
         if self._hasher is not None:
             self._hasher.update(piece)
         return piece
-
-    def check(self) -> None:
-        """Hold the digest of what was read against the manifest's."""
-        if self._hasher is not None:
-            hold_digest(self._blob, self._hasher)
 
 
 class OpenBlob:
@@ -70,7 +77,7 @@ class OpenBlob:
         with scratch_errors(scratch_dir):  # reading the blob has errors of its own
             self._layer: Layer = open_layer(
                 blob.encoding,
-                self._feed.read,
+                self._feed.begin,
                 blob_nbytes=blob.nbytes,
                 nbytes=nbytes,
                 max_window=max_window,

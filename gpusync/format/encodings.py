@@ -1,14 +1,12 @@
 """Payloads of all encodings, applied to a tensor piece by piece.
 
-xor streams: one buffer is decoded, XORed in and used again. xor_rows streams band by band (decode_rows.py). overwrite and
-xor_sparse name positions: the whole payload is read and judged first, so nothing of the tensor changes under a payload
-that breaks a rule.
+xor streams (decode_xor.py), and so does xor_rows, band by band (decode_rows.py). overwrite and xor_sparse name positions: the
+whole payload is read and judged first, so nothing of the tensor changes under a payload that breaks a rule.
 """
 
 from __future__ import annotations
 
 import mmap
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import IO, Protocol
@@ -19,6 +17,7 @@ from numpy.typing import NDArray
 from gpusync import fsio
 from gpusync.errors import OutOfScratchError
 from gpusync.format.decode_rows import RowsLayer
+from gpusync.format.decode_xor import open_xor
 from gpusync.format.frames import BlobReader, ReadBytes, Where
 from gpusync.format.rows import most_payload_nbytes
 from gpusync.types import Encoding
@@ -30,9 +29,6 @@ SPARSE_MEMORY_BYTES = 4 << 20
 _STEP = 1 << 17
 _MAX_OVERWRITE_NBYTES = (1 << 32) - 1
 _KEY_NBYTES = 8
-# Decoded and XORed in at a time: a quarter of a common L2 cache.
-_DELTA_NBYTES = 1 << 19
-_local = threading.local()
 
 Spill = Callable[[], IO[bytes]]
 """Returns a new, empty, unlinked temporary file, open for reading and writing, that is ours to close."""
@@ -69,7 +65,7 @@ _XOR_SPARSE = _Form(8, np.dtype("<u8"), is_xor=True)
 
 def open_layer(
     encoding: Encoding,
-    read: ReadBytes,
+    begin_reading: Callable[[], ReadBytes],
     *,
     blob_nbytes: int,
     nbytes: int,
@@ -83,8 +79,9 @@ def open_layer(
     ----------
     encoding
         The version's.
-    read
-        Gives the blob's next bytes, at most as many as asked for, b"" at its end.
+    begin_reading
+        Returns what gives the blob's next bytes, from its first on: at most as many as asked for, b"" at its end. Called
+        again where another decoder takes over: what the one before read is read again.
     blob_nbytes, nbytes
         Size of the blob, and of the tensor.
     max_window
@@ -103,11 +100,14 @@ def open_layer(
         A payload is over ``SPARSE_MEMORY_BYTES`` and ``spill`` is None.
     """
     if encoding == "xor":
-        return _XorLayer(
-            BlobReader(
-                read, nbytes=blob_nbytes, content_nbytes=nbytes, max_window=max_window, where=where
-            )
+        return open_xor(
+            begin_reading,
+            blob_nbytes=blob_nbytes,
+            nbytes=nbytes,
+            max_window=max_window,
+            where=where,
         )
+    read = begin_reading()
     if encoding == "xor_rows":
         rows = BlobReader(
             read,
@@ -134,34 +134,6 @@ def open_layer(
         where=where,
     )
     return _SparseLayer(_read_keys(form, reader, nbytes, where, spill), form)
-
-
-class _XorLayer:
-    """A dense payload; the layers of a thread take turns at one buffer, so that it stays in cache."""
-
-    def __init__(self, reader: BlobReader) -> None:
-        self._reader = reader
-
-    def start(self, piece: NDArray[np.uint8], offset: int) -> None:
-        self._reader.readinto(piece.data)
-
-    def apply(self, piece: NDArray[np.uint8], offset: int) -> None:
-        for begin in range(0, piece.size, _DELTA_NBYTES):
-            part = piece[begin : begin + _DELTA_NBYTES]
-            delta = _delta_buffer()[: part.size]
-            self._reader.readinto(delta.data)
-            np.bitwise_xor(part, delta, out=part)
-
-    def finish(self) -> None:
-        self._reader.finish()
-
-
-def _delta_buffer() -> NDArray[np.uint8]:
-    """Return this thread's buffer for decoded bytes."""
-    buffer: NDArray[np.uint8] | None = getattr(_local, "delta", None)
-    if buffer is None:
-        buffer = _local.delta = np.empty(_DELTA_NBYTES, np.uint8)
-    return buffer
 
 
 class _SparseLayer:

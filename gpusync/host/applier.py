@@ -19,7 +19,9 @@ from gpusync.errors import DeviceError, ModelPoisonedError, PlacementError
 from gpusync.folding.fold import Fold
 from gpusync.folding.parallel import run_parallel
 from gpusync.folding.plan import TensorPlan, mismatch
+from gpusync.format.decode_xor import loops
 from gpusync.host.changes import ENTRIES_PER_STEP, ListBudget, RegionChanges
+from gpusync.host.loops import store_words
 from gpusync.host.parts import LiveWork, PreparedPart
 from gpusync.host.sinks import ChangeList, LiveSink, SliceSink
 from gpusync.timing import Meter, StageClock
@@ -59,6 +61,7 @@ def prepare_host(work: LiveWork, fold: Fold, budget: ListBudget, meter: Meter) -
             raise mismatch(tensor, digests[tensor.expected.algorithm])
         return tensor.name, digests.get("xxh3-128"), sink.finish()
 
+    loops.load()  # numba is needed anyway
     changes: list[RegionChanges] = []
     ours: dict[str, Digest] = {}
     clock = StageClock()
@@ -115,7 +118,7 @@ class HostChanges:
         self._changes = changes
         self._workers = workers
         self._runs = list(_runs(changes, workers))
-        compile_loops()  # of these, one is called in the pause
+        compile_loops(store_words.__module__)  # not in the pause
 
     @property
     def nbytes(self) -> int:

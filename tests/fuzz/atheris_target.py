@@ -167,7 +167,7 @@ def fuzz_payload(data: bytes) -> None:
     try:
         layer = encodings.open_layer(
             encoding,  # type: ignore[arg-type]
-            _reads(blob, 1 << 20),
+            lambda: _reads(blob, 1 << 20),
             blob_nbytes=len(blob),
             nbytes=nbytes,
             max_window=1 << 20,

@@ -62,9 +62,10 @@ def payload_of(
 def open_(
     encoding: Encoding, blob: bytes, nbytes: int, spill: Any = tempfile.TemporaryFile, **more: Any
 ) -> Layer:
+    step = more.pop("step", 1 << 30)
     return open_layer(
         encoding,
-        reads(blob, more.pop("step", 1 << 30)),
+        lambda: reads(blob, step),
         blob_nbytes=len(blob),
         nbytes=nbytes,
         max_window=more.pop("max_window", MAX_WINDOW),

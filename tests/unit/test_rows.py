@@ -69,7 +69,7 @@ def payload_in(blob: bytes) -> bytes:
 def open_(blob: bytes, nbytes: int) -> Layer:
     return open_layer(
         "xor_rows",
-        reads(blob, 1 << 30),
+        lambda: reads(blob, 1 << 30),
         blob_nbytes=len(blob),
         nbytes=nbytes,
         max_window=MAX_WINDOW,
