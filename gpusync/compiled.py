@@ -22,7 +22,8 @@ _log = logging.getLogger(__name__)
 _lock = threading.Lock()
 _loops: list[_Loop] = []
 _parts: set[object] = set()
-_OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+# Without numba's runtime nothing can be allocated, and no array's references are counted: that is an atomic each time.
+_OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "_nrt": False}
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")

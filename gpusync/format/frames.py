@@ -6,12 +6,19 @@ where walk and decoder agree on its end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import IO, cast
 
 import zstandard
 
-from gpusync.format.framewalk import MAX_BLOCK_NBYTES, MAX_WINDOW, FrameWalker
+from gpusync.format.framewalk import (
+    MAX_BLOCK_NBYTES,
+    MAX_WINDOW,
+    READ_NBYTES,
+    FrameWalker,
+    ReadBytes,
+    WalkedSource,
+)
 from gpusync.format.where import Where, WindowTooLargeError
 from gpusync.types import Frame
 
@@ -32,11 +39,6 @@ __all__ = [
 SEEK_TABLE_FRAME_MAGIC = 0x184D2A5E
 SEEK_TABLE_FOOTER_MAGIC = 0x8F92EAB1
 
-ReadBytes = Callable[[int], bytes]
-"""Returns a blob's next bytes, at most as many as asked for; b"" at its end."""
-
-# Compressed bytes handed to libzstd at a time: many frames, for each hand-over costs a read, a walk and the lock.
-_READ_NBYTES = 256 << 10
 # The shortest block with content, header included: RLE, up to 128 KiB of one byte.
 _MIN_BLOCK_NBYTES = 4
 # The smallest window limit that libzstd takes.
@@ -79,11 +81,11 @@ class BlobReader:
             max_window=max_window,
             content_cap=content_cap,
         )
-        self._source = _WalkedSource(read, nbytes, self._walker)
+        self._source = WalkedSource(read, nbytes, self._walker)
         self._content_position = 0
         decompressor = zstandard.ZstdDecompressor(max_window_size=max(max_window, _MIN_WINDOW))
         self._stream = decompressor.stream_reader(
-            cast(IO[bytes], self._source), read_size=_READ_NBYTES, read_across_frames=True
+            cast(IO[bytes], self._source), read_size=READ_NBYTES, read_across_frames=True
         )
 
     def expect(self, content_nbytes: int) -> None:
@@ -155,31 +157,6 @@ class BlobReader:
             raise self._where.refused(
                 f"libzstd refuses the blob: {err}", at=self._source.position
             ) from err
-
-
-class _WalkedSource:
-    """What the decoder reads from: bytes that the walk has passed."""
-
-    def __init__(self, read: ReadBytes, nbytes: int, walker: FrameWalker) -> None:
-        self._read = read
-        self._walker = walker
-        self.nbytes = nbytes
-        self.position = 0
-
-    def read(self, nbytes: int) -> bytes:
-        nbytes = min(nbytes, self.nbytes - self.position)
-        data = self._read(nbytes) if nbytes else b""
-        # A short first read could hide whether the blob is zeros: the walk must know before the decoder judges.
-        while 0 < len(data) < nbytes and self.position == 0:
-            more = self._read(nbytes - len(data))
-            if not more:
-                break
-            data += more
-        self.position += len(data)
-        self._walker.feed(data)
-        if self.position == self.nbytes:
-            self._walker.finish()
-        return data
 
 
 def walk_frames(

@@ -27,10 +27,23 @@ from gpusync.format.frameruns import (
 from gpusync.format.where import Where
 from gpusync.types import Frame
 
-__all__ = ["MAX_BLOCK_NBYTES", "MAX_WINDOW", "FrameWalker"]
+__all__ = [
+    "MAX_BLOCK_NBYTES",
+    "MAX_WINDOW",
+    "READ_NBYTES",
+    "FrameWalker",
+    "ReadBytes",
+    "WalkedSource",
+]
 
 MAX_WINDOW = 128 << 20
 """Largest window, in bytes, that a published frame may ask for."""
+
+ReadBytes = Callable[[int], bytes]
+"""Returns a blob's next bytes, at most as many as asked for; b"" at its end."""
+
+READ_NBYTES = 256 << 10
+"""Compressed bytes handed to a decoder at a time: many frames, for each hand-over costs a read, a walk and the lock."""
 
 _SKIPPABLE_MAGIC = 0x184D2A50
 _START_NBYTES = 5  # magic, and the frame header descriptor or a skippable frame's first size byte
@@ -349,3 +362,29 @@ class FrameWalker:
             raise self._refused("too many frames without content", got=totals.idle_frames)
         if self._on_frame is not None:
             self._on_frame(frame.ended(self._position))
+
+
+class WalkedSource:
+    """What a decoder reads from: a blob's bytes, once the walk has passed them."""
+
+    def __init__(self, read: ReadBytes, nbytes: int, walker: FrameWalker) -> None:
+        self._read = read
+        self._walker = walker
+        self.nbytes = nbytes
+        self.position = 0
+
+    def read(self, nbytes: int) -> bytes:
+        """Return the next bytes, at most as many as asked for, b"" at the blob's end; raises as the walk does."""
+        nbytes = min(nbytes, self.nbytes - self.position)
+        data = self._read(nbytes) if nbytes else b""
+        # A short first read could hide whether the blob is zeros: the walk must know before the decoder judges.
+        while 0 < len(data) < nbytes and self.position == 0:
+            more = self._read(nbytes - len(data))
+            if not more:
+                break
+            data += more
+        self.position += len(data)
+        self._walker.feed(data)
+        if self.position == self.nbytes:
+            self._walker.finish()
+        return data
