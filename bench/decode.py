@@ -8,8 +8,8 @@ model that goes over the wire is counted beside.
 from __future__ import annotations
 
 import functools
-import shutil
 import io
+import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path

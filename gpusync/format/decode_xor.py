@@ -16,8 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpusync.compiled import compile_loops
+from gpusync.format.decode_nonzero import xor_nonzero
 from gpusync.format.frames import BlobReader, ReadBytes
-from gpusync.format.nonzero import MOST_WIRE_SHARE, NonzeroReader, NotNearlyEmptyError
+from gpusync.format.nonzero import LeftToLibzstdError, NonzeroReader
 from gpusync.format.where import Where
 
 Bytes = NDArray[np.uint8]
@@ -25,6 +26,8 @@ Bytes = NDArray[np.uint8]
 # Decoded and XORed in at a time: a quarter of a common L2 cache.
 _DELTA_NBYTES = 1 << 19
 _local = threading.local()
+# Up to this share of a payload its blob is decoded faster so than by libzstd.
+MOST_WIRE_SHARE = 1 / 40
 # Loading the loops costs as much as they save on this much content.
 _MUCH_NBYTES = 1 << 30
 
@@ -50,7 +53,7 @@ class _Loops:
 
     def load(self) -> None:
         """Load the loops: some tenths of a second, and on a new machine the time to compile them."""
-        compile_loops(MODULE)
+        compile_loops(xor_nonzero.__module__)
         self.loaded = True
 
 
@@ -138,7 +141,7 @@ class NonzeroLayer:
             try:
                 self._reader.xor_into(piece)
                 return
-            except NotNearlyEmptyError:
+            except LeftToLibzstdError:
                 self._dense = self._open_dense()
             self._dense.pass_over(offset)
         self._dense.apply(piece, offset)
@@ -148,7 +151,7 @@ class NonzeroLayer:
             try:
                 self._reader.finish()
                 return
-            except NotNearlyEmptyError:
+            except LeftToLibzstdError:
                 self._dense = self._open_dense()
             self._dense.pass_over(self._nbytes)
         self._dense.finish()

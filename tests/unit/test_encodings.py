@@ -6,7 +6,7 @@ import errno
 import struct
 import tempfile
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 import gpusync.format.encodings
 from gpusync import fsio
 from gpusync.errors import FrameFormatError, OutOfScratchError, SourceNotReadyError
+from gpusync.format import decode_xor
 from gpusync.format.encodings import SPARSE_MEMORY_BYTES, Layer, open_layer
 from gpusync.format.frames import MAX_WINDOW, Where, WindowTooLargeError
 from gpusync.types import ENCODINGS, Encoding
@@ -36,6 +37,17 @@ from tests.unit.strategies import (
 WHERE = Where(version=7, file="m.safetensors", tensor="a", offset=1000)
 KIB, MIB = 1 << 10, 1 << 20
 PIECE = 4 * KIB
+
+
+@pytest.fixture(scope="module", autouse=True, params=[False, True], ids=["libzstd", "loops"])
+def xor_decoder(request: pytest.FixtureRequest) -> Iterator[None]:
+    """All of this module's tests run with either decoder of xor."""
+    with pytest.MonkeyPatch.context() as patch:
+        loops = decode_xor._Loops()
+        if request.param:
+            loops.load()
+        patch.setattr(decode_xor, "loops", loops)
+        yield
 
 
 def payload_of(
