@@ -116,7 +116,7 @@ class DecodeBatch:
 
 
 def cut_into_frames(content: Bytes, frame_nbytes: int) -> list[bytes]:
-    """Return the content as zstd frames of so many bytes each, at level 1, as a publisher makes them."""
+    """Return the content as zstd frames of so many bytes each, as a publisher makes them."""
     step = max(frame_nbytes, 16 * MIB // frame_nbytes * frame_nbytes)
     pieces = [content[begin : begin + step] for begin in range(0, content.size, step)]
     with ThreadPoolExecutor() as pool:

@@ -19,13 +19,14 @@ import struct
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
 from gpusync.errors import ChainError
+from gpusync.format.encode_runs import compress_runs
 from gpusync.types import Encoding
 
 Bytes = NDArray[np.uint8]
@@ -132,19 +133,20 @@ def check_overwrite_nbytes(nbytes: int, tensor: str | None = None) -> None:
         )
 
 
-def new_compressor(level: int = 1) -> zstandard.ZstdCompressor:
-    """Return this thread's compressor: content size in the header, no frame checksum, no dictionary."""
-    compressors: dict[int, zstandard.ZstdCompressor] = _local.__dict__.setdefault("by_level", {})
-    if level not in compressors:
-        compressors[level] = zstandard.ZstdCompressor(
-            level=level, write_content_size=True, write_checksum=False
+def new_compressor() -> zstandard.ZstdCompressor:
+    """Return this thread's compressor: level 1, content size in the header, no frame checksum, no dictionary."""
+    found = _local.__dict__.get("compressor")
+    if found is None:
+        found = _local.compressor = zstandard.ZstdCompressor(
+            level=1, write_content_size=True, write_checksum=False
         )
-    return compressors[level]
+    return cast(zstandard.ZstdCompressor, found)
 
 
-def compress_single(payload: Buffer, level: int = 1) -> bytes:
+def compress_single(payload: Buffer) -> bytes:
     """Return the payload as one zstd frame."""
-    return _trimmed(new_compressor(level).compress(payload))
+    # A copy: zstandard's result keeps the memory of the largest frame that the payload could have made.
+    return memoryview(new_compressor().compress(payload)).tobytes()
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,19 +157,16 @@ class EncodedFrame:
     content_nbytes: int
 
 
-def compress_frames(payload: Bytes, frame_bytes: int, level: int = 1) -> list[EncodedFrame]:
+def compress_frames(payload: Bytes, frame_bytes: int) -> list[EncodedFrame]:
     """Return the payload as independent frames of ``frame_bytes`` each, the last one shorter."""
-    compress = new_compressor(level).compress
     pieces = [
         payload[begin : begin + frame_bytes]
         for begin in range(0, max(payload.size, 1), frame_bytes)
     ]
-    return [EncodedFrame(_trimmed(compress(piece.data)), piece.size) for piece in pieces]
-
-
-def _trimmed(frame: bytes) -> bytes:
-    """Return a copy: zstandard's result keeps the memory of the largest frame that the payload could have made."""
-    return memoryview(frame).tobytes()
+    return [
+        EncodedFrame(compress_runs(piece) or compress_single(piece.data), piece.size)
+        for piece in pieces
+    ]
 
 
 def build_seek_table(frames: Sequence[EncodedFrame]) -> bytes:
@@ -188,9 +187,9 @@ def join_frames(frames: Sequence[EncodedFrame]) -> bytes:
     return b"".join([*(frame.data for frame in frames), build_seek_table(frames)])
 
 
-def compress_seekable(payload: Buffer, frame_bytes: int, level: int = 1) -> bytes:
+def compress_seekable(payload: Buffer, frame_bytes: int) -> bytes:
     """Return the payload as independent zstd frames and a seek table.
 
     Readers that cross frames decode it as one stream; others stop after the first frame.
     """
-    return join_frames(compress_frames(np.frombuffer(payload, np.uint8), frame_bytes, level))
+    return join_frames(compress_frames(np.frombuffer(payload, np.uint8), frame_bytes))
