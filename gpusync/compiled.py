@@ -24,6 +24,8 @@ _loops: list[_Loop] = []
 _parts: set[object] = set()
 # Without numba's runtime nothing can be allocated, and no array's references are counted: that is an atomic each time.
 _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "_nrt": False}
+# Parts are called by no one but loops: without what Python and C would call, they compile faster.
+_PART_OPTIONS = _OPTIONS | {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -67,6 +69,11 @@ def compile_loops(module: str | None = None) -> None:
             loop.compile()
 
 
+def are_kept(module: str) -> bool:
+    """Return whether machine code of all loops of a module is in numba's cache: then they are there in no time."""
+    return all(loop.is_kept() for loop in _loops if loop.module == module)
+
+
 class _Loop:
     """A loop, and its machine code once it was called."""
 
@@ -85,6 +92,17 @@ class _Loop:
             if self._made is None:
                 self._made = self._compile()
             return self._made
+
+    def is_kept(self) -> bool:
+        """Return whether numba's cache holds machine code by this loop's name."""
+        import numba
+
+        loop = _with_parts(self._loop)
+        try:
+            folder = numba.njit(cache=True, **_OPTIONS)(loop).stats.cache_path
+        except RuntimeError:  # there is no such folder
+            return False
+        return any(Path(folder).glob(f"*.{loop.__qualname__}-*.nbi"))
 
     def _compile(self) -> Callable[..., Any]:
         import numba
@@ -106,12 +124,12 @@ class _Loop:
 def _with_parts(loop: FunctionType) -> FunctionType:
     """Return a loop as numba should see it: the parts that it calls are numba's.
 
-    numba's cache is void where the loop's own file has changed. Where parts are of others, their content is in the name.
+    numba's cache is void where the loop's own file has changed. As parts may be of others, all their content is in the name.
     """
     made: dict[FunctionType, Any] = {}
     linked = _linked(loop, made)
-    files = {part.__code__.co_filename for part in made} - {loop.__code__.co_filename}
-    if files:
+    if made:
+        files = {function.__code__.co_filename for function in (loop, *made)}
         content = b"".join(Path(file).read_bytes() for file in sorted(files))
         linked.__name__ = linked.__qualname__ = f"{loop.__name__}_{zlib.crc32(content):08x}"
     return linked
@@ -126,7 +144,7 @@ def _linked(function: FunctionType, made: dict[FunctionType, Any]) -> FunctionTy
     parts = {name: part for name, part in called.items() if _is_part(part)}
     for part in parts.values():
         if part not in made:
-            made[part] = numba.njit(**_OPTIONS)(_linked(part, made))
+            made[part] = numba.njit(**_PART_OPTIONS)(_linked(part, made))
     linked = {name: made[part] for name, part in parts.items()}
     return FunctionType(function.__code__, {**known, **linked}, function.__name__)
 

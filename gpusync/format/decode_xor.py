@@ -4,7 +4,7 @@ libzstd decodes any of them. Where most of a payload is zeros, as its blob's siz
 they find the bytes that are not zero, and pass over the rest (nonzero.py). What they do not decode, or find wrong, libzstd
 decodes from the start again, and judges.
 
-The loops are loaded once a process has had so much to decode that the next update is likely to be worth it.
+The loops are loaded once a process has had so much to decode that they are likely to be worth it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from gpusync.compiled import compile_loops
+from gpusync.compiled import are_kept, compile_loops
 from gpusync.format.decode_nonzero import xor_nonzero
 from gpusync.format.frames import BlobReader, ReadBytes
 from gpusync.format.nonzero import LeftToLibzstdError, NonzeroReader
@@ -28,8 +28,11 @@ _DELTA_NBYTES = 1 << 19
 _local = threading.local()
 # Up to this share of a payload its blob is decoded faster so than by libzstd.
 MOST_WIRE_SHARE = 1 / 40
-# Loading the loops costs as much as they save on this much content.
-_MUCH_NBYTES = 1 << 30
+# Content that is decoded before the loops are loaded from numba's cache, or compiled for it, which takes some tenths of a second
+# and some ten seconds: about as much as they would have saved on it.
+_LOADED_AFTER_NBYTES = 256 << 20
+_COMPILED_AFTER_NBYTES = 16 << 30
+_NEVER = 1 << 64
 
 
 class _Loops:
@@ -38,21 +41,25 @@ class _Loops:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._asked_nbytes = 0
+        self._next_nbytes = _LOADED_AFTER_NBYTES
         self.loaded = False
 
     def ask(self, nbytes: int) -> None:
-        """Count content that is about to be decoded, and load the loops where it is much by now.
+        """Count content that is about to be decoded, and load the loops where it has become much.
 
         The thread that happens to ask loads them; the others decode as before meanwhile.
         """
         with self._lock:
-            before = self._asked_nbytes
             self._asked_nbytes += nbytes
-        if before <= _MUCH_NBYTES < before + nbytes:
+            is_much = self._asked_nbytes > self._next_nbytes
+            is_more = self._next_nbytes == _COMPILED_AFTER_NBYTES
+            if is_much:
+                self._next_nbytes = _NEVER if is_more else _COMPILED_AFTER_NBYTES
+        if is_much and (is_more or are_kept(xor_nonzero.__module__)):
             self.load()
 
     def load(self) -> None:
-        """Load the loops: some tenths of a second, and on a new machine the time to compile them."""
+        """Load the loops, and compile them where they never were on this machine."""
         compile_loops(xor_nonzero.__module__)
         self.loaded = True
 

@@ -157,14 +157,22 @@ class EncodedFrame:
     content_nbytes: int
 
 
-def compress_frames(payload: Bytes, frame_bytes: int) -> list[EncodedFrame]:
-    """Return the payload as independent frames of ``frame_bytes`` each, the last one shorter."""
+def compress_frames(
+    payload: Bytes, frame_bytes: int, *, by_runs: bool = True
+) -> list[EncodedFrame]:
+    """Return the payload as independent frames of ``frame_bytes`` each, the last one shorter.
+
+    Parameters
+    ----------
+    by_runs
+        Have those that are nearly empty made by :func:`gpusync.format.encode_runs.compress_runs`.
+    """
     pieces = [
         payload[begin : begin + frame_bytes]
         for begin in range(0, max(payload.size, 1), frame_bytes)
     ]
     return [
-        EncodedFrame(compress_runs(piece) or compress_single(piece.data), piece.size)
+        EncodedFrame((by_runs and compress_runs(piece)) or compress_single(piece.data), piece.size)
         for piece in pieces
     ]
 

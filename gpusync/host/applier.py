@@ -19,7 +19,6 @@ from gpusync.errors import DeviceError, ModelPoisonedError, PlacementError
 from gpusync.folding.fold import Fold
 from gpusync.folding.parallel import run_parallel
 from gpusync.folding.plan import TensorPlan, mismatch
-from gpusync.format.decode_xor import loops
 from gpusync.host.changes import ENTRIES_PER_STEP, ListBudget, RegionChanges
 from gpusync.host.loops import store_words
 from gpusync.host.parts import LiveWork, PreparedPart
@@ -61,7 +60,6 @@ def prepare_host(work: LiveWork, fold: Fold, budget: ListBudget, meter: Meter) -
             raise mismatch(tensor, digests[tensor.expected.algorithm])
         return tensor.name, digests.get("xxh3-128"), sink.finish()
 
-    loops.load()  # numba is needed anyway
     changes: list[RegionChanges] = []
     ours: dict[str, Digest] = {}
     clock = StageClock()

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Protocol, TypeVar
 
@@ -44,6 +44,8 @@ IN_FLIGHT_NBYTES = 64 << 20
 IN_FLIGHT_TENSORS = 512
 
 _BLOCK_NBYTES = 1 << 20
+# The encoder of runs is compiled once on a machine, for some ten seconds: small models are published before.
+_LARGE_CHECKPOINT_NBYTES = 256 << 20
 # Handing a task to another thread and waiting for it costs more than the work on a tensor of this size.
 _SMALL_NBYTES = 64 << 10
 _local = threading.local()
@@ -88,12 +90,23 @@ class FileBytes:
 
 @dataclass(frozen=True, slots=True)
 class DeltaOptions:
-    """How deltas are written."""
+    """How deltas are written.
+
+    Parameters
+    ----------
+    by_runs
+        Frames of xor are made by the encoder of runs (encode_runs.py) and not by libzstd.
+    """
 
     encoding: Encoding
     algorithm: Algorithm
     framing: Framing
     frame_bytes: int
+    by_runs: bool = False
+
+    def of_checkpoint(self, nbytes: int) -> DeltaOptions:
+        """Return these options for a checkpoint of so many bytes: it alone decides, so that the same steps make the same blobs."""
+        return replace(self, by_runs=nbytes >= _LARGE_CHECKPOINT_NBYTES)
 
     @property
     def block_nbytes(self) -> int:
@@ -297,7 +310,7 @@ def _encode(options: DeltaOptions, delta: Bytes) -> list[EncodedFrame]:
     """Return a block's frames."""
     if options.encoding == "xor_rows":
         return encode_rows(delta)
-    return compress_frames(delta, options.frame_bytes)
+    return compress_frames(delta, options.frame_bytes, by_runs=options.by_runs)
 
 
 @lru_cache(maxsize=16)

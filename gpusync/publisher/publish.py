@@ -130,14 +130,15 @@ class Publisher:
             base = self._find_base(source, newest)
             version = base.version + 1
             run_id = self._resolve_run(source, newest)
+            options = self._options.of_checkpoint(base.layout.nbytes)
             state = self._states.begin(version, base.layout)
             try:
                 self.report = write_delta(
                     source,
                     base,
-                    self._options,
+                    options,
                     run_id,
-                    self._diffs(tensors, base, source.files, state),
+                    self._diffs(tensors, base, options, source.files, state),
                     start,
                     state=state,
                 )
@@ -219,6 +220,7 @@ class Publisher:
         self,
         tensors: Iterable[tuple[str, Any]],
         base: Base,
+        options: DeltaOptions,
         files: OpenFiles,
         state: StateWriter,
     ) -> Iterator[TensorDiff]:
@@ -239,7 +241,7 @@ class Publisher:
                 data.size,
                 FileBytes(files, base.layout, name),
                 ArrayBytes(data),
-                self._options,
+                options,
                 borrowed=borrowed,
                 old_digest=base.digests.get(name),
                 keep=state.keep(name),
@@ -333,6 +335,7 @@ def publish_checkpoint(
         layout = read_checkpoint(Path(os.path.abspath(base_dir)), source.files, source.settings)
         new = read_checkpoint(Path(os.path.abspath(new_dir)), source.files, source.settings)
         check_same_tensors(layout, new)
+        options = options.of_checkpoint(layout.nbytes)
         base = Base(0, None, layout)
         if newest is not None:
             digests = published_digests(source, newest, layout)

@@ -29,14 +29,15 @@ def add(words):
     return total
 """
 _CALL = "import numpy, loop; print(loop.add(numpy.arange(5, dtype=numpy.uint64)))"
+_IS_KEPT = "import loop; from gpusync.compiled import are_kept; print(are_kept('loop'))"
 
 
-def _run(folder: Path, cache: Path) -> subprocess.CompletedProcess[str]:
+def _run(folder: Path, cache: Path, code: str = _CALL) -> subprocess.CompletedProcess[str]:
     places = os.pathsep.join([str(folder), *sys.path])
     env = os.environ | {"PYTHONPATH": places, "NUMBA_CACHE_DIR": str(cache)}
     env |= {"XDG_CACHE_HOME": str(cache), "HOME": str(cache)}
     return subprocess.run(
-        [sys.executable, "-W", "error", "-c", _CALL], env=env, capture_output=True, text=True
+        [sys.executable, "-W", "error", "-c", code], env=env, capture_output=True, text=True
     )
 
 
@@ -48,7 +49,9 @@ def _check(done: subprocess.CompletedProcess[str]) -> None:
 def test_machine_code_is_kept_and_used_again(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     (tmp_path / "loop.py").write_text(_MODULE)
+    assert _run(tmp_path, cache, _IS_KEPT).stdout == "False\n"
     _check(_run(tmp_path, cache))
+    assert _run(tmp_path, cache, _IS_KEPT).stdout == "True\n"
     kept = {path: path.stat().st_mtime_ns for path in cache.rglob("*.nb*")}
     assert len(kept) == 2
     _check(_run(tmp_path, cache))

@@ -144,14 +144,19 @@ def test_a_damaged_blob_is_refused_as_libzstd_refuses_it(loops: decode_xor._Loop
     assert refused
 
 
-def test_the_loops_are_loaded_when_much_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kept", [False, True])
+def test_the_loops_are_loaded_or_compiled_when_much_was_asked_for(
+    kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_xor, "_LOADED_AFTER_NBYTES", 10 * MIB)
+    monkeypatch.setattr(decode_xor, "_COMPILED_AFTER_NBYTES", 20 * MIB)
+    monkeypatch.setattr(decode_xor, "are_kept", lambda module: kept)
     loops = decode_xor._Loops()
-    monkeypatch.setattr(decode_xor, "_MUCH_NBYTES", 10 * MIB)
-    for _ in range(5):
-        loops.ask(2 * MIB)
-        assert not loops.loaded
-    loops.ask(1)
-    assert loops.loaded
+    loaded = []
+    for _ in range(22):
+        loops.ask(MIB)
+        loaded.append(loops.loaded)
+    assert loaded.index(True) == (10 if kept else 20)
 
 
 def test_a_blob_that_is_read_again_is_held_against_its_digest_once(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from gpusync.errors import (
 )
 from gpusync.format.index import MANIFEST_NAME, parse_manifest
 from gpusync.published.source import Source
+from gpusync.publisher import diff
 from gpusync.publisher.diff import ArrayBytes, DeltaOptions, TensorDiff, diff_tensors
 from gpusync.publisher.publication import publish_lock, worker_threads
 from gpusync.publisher.publish import PublishReport, publish_checkpoint
@@ -56,6 +57,15 @@ from tests.support import (
     tiny_llama_tensors,
     version_dir,
 )
+
+
+@pytest.fixture(scope="module", autouse=True, params=[False, True], ids=["libzstd", "runs"])
+def encoder_of_frames(request: pytest.FixtureRequest) -> Iterator[None]:
+    """All of this module's tests run with either encoder of seekable frames."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param:
+            patch.setattr(diff, "_LARGE_CHECKPOINT_NBYTES", 0)
+        yield
 
 
 @pytest.fixture
