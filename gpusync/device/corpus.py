@@ -1,11 +1,13 @@
-"""Valid zstd frames of every kind that a publisher's libzstd writes, with what they decode to.
+"""Valid zstd frames of every kind that publishers write, with what they decode to.
 
 Made with the installed libzstd rather than stored: what it makes is what publishers have. The same frames every time
-for one libzstd. Which kinds are among them is shown by a test that parses them (RFC 8878, 3.1.1).
+for one libzstd. One is of gpusync's own encoder (format/encode_runs.py), and stored: receivers need not compile that one.
+Which kinds are among them is shown by a test that parses them (RFC 8878, 3.1.1).
 """
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -20,6 +22,13 @@ _SIZES = (
     *(131071, 131072, 131073),  # one block, and two
 )
 _LONG_NBYTES = 2_000_000
+# Blocks with 60, no and 40 changed bytes: one table for all offsets beside repeated ones for the lengths.
+_RUNS_FRAME = base64.b85decode(
+    "D77#BpkV3*00ad9l7|TgkhcwU?IkIjnc2*2Hk+{-voSUcGqa6tY!ep7wwbXoV{FW}0X>)zF#G@!C<Ols!T%!!41w"
+    "Z!UamEL>VzlfLRL9$I@x{)JOD)L3GK#ZhVeTL3Jf8XjR@s>qci;U(xpv@gR@`cMq29lV-EwBhkyAK^e}7-+SH+Cs"
+    "<XSvy=Q0Z2Q=pCXIq%V6qB1YMlLzZ>xLTN!^!{x0ss&I)dBz$1qESYV{B|=+swvhV`dv+W5#So*w`uD0Bx&o!O;8"
+    "C$gsc{Kc7UgtS+neUhy#;dVgGhvcIZVYZy)q7jrsp)a!;~Cd+eNC}^G4aVzIr=da{{nTW>#0R"
+)
 _Bytes = npt.NDArray[np.uint8]
 
 
@@ -49,7 +58,6 @@ def _by_mode() -> Iterator[Sample]:
     yield _compressed("zeros", np.zeros(300_000, np.uint8), 3)
     yield _compressed("period", np.tile(np.arange(7, dtype=np.uint8), 20_000), 3)
     skewed = rng.geometric(0.15, 140_000).clip(0, 200).astype(np.uint8)
-    yield _compressed("literals only", skewed, 1)
     yield _compressed("short literals only", skewed[:400], 1)
     yield _compressed("few symbols", rng.integers(0, 2, 3000, dtype=np.uint8), 19)
     # Blocks alike: from level 6 or so on, libzstd weighs the tables of the block before against new ones.
@@ -67,6 +75,12 @@ def _by_mode() -> Iterator[Sample]:
         _many_matches(rng),
         zstandard.ZstdCompressor(compression_params=every_match),
     )
+    # Half of the block's literals once more, in another order: they are as frequent, and the codes as good.
+    block = skewed[:131_072]
+    blocks = [block, rng.permutation(np.sort(block)[::2])]
+    yield _compressed("literals only", np.concatenate(blocks), 1)
+    content = zstandard.ZstdDecompressor().decompress(_RUNS_FRAME)
+    yield Sample("runs of zeros", _RUNS_FRAME, content)
 
 
 def _by_window() -> Iterator[Sample]:
@@ -94,7 +108,7 @@ def _by_window() -> Iterator[Sample]:
     )
     compressor = zstandard.ZstdCompressor(compression_params=parameters)
     yield Sample("long distance", compressor.compress(long.tobytes()), long.tobytes())
-    yield _compressed("many blocks", middle[:600_000], 1)
+    yield _compressed("many blocks", middle[:530_000], 1)
 
 
 def _by_size() -> Iterator[Sample]:

@@ -3,7 +3,7 @@
 zstd's own search looks for any match; here all are known beforehand. A run of zeros is one zero as a literal and a match
 with offset 1, which is the first repeated offset of every frame, so that offsets take no bits. Literals are the changed
 bytes, the zero before each run, and runs that are too short. Their codes and the tables of both lengths are made once for a
-frame (zstdtables.py), and told in its first block that needs them (zstdframes.py).
+frame (zstdhuffman.py, zstdtables.py), and told in its first block that needs them (zstdframes.py).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from gpusync.format.zstdcodes import (
     MATCH_LENGTH_EXTRA_BITS,
 )
 from gpusync.format.zstdframes import BLOCK_NBYTES, Bytes, write_frame
+from gpusync.format.zstdhuffman import describe_codes, make_codes
 from gpusync.format.zstdtables import (
     COLUMNS,
     COUNTS,
@@ -28,8 +29,9 @@ from gpusync.format.zstdtables import (
     LITERALS,
     MATCH_LENGTHS,
     ROWS,
+    WEIGHTS,
     Numbers,
-    build_tables,
+    choose_table,
 )
 
 MAX_CONTENT_NBYTES = 1 << 20
@@ -164,7 +166,10 @@ def _encode(
     _code_sequences(
         sequences[:sequences_end], tables[LITERAL_LENGTHS, COUNTS], tables[MATCH_LENGTHS, COUNTS]
     )
-    build_tables(tables)
+    count = make_codes(tables)
+    for kind in (_U64(LITERAL_LENGTHS), _U64(MATCH_LENGTHS), _U64(WEIGHTS)):
+        choose_table(tables, kind)
+    describe_codes(tables, count)
     return write_frame(size, literals, sequences, ends, tables, frame)
 
 

@@ -37,6 +37,14 @@ from gpusync.format.framewalk import (
 )
 from gpusync.format.where import Where
 
+NEARLY_EMPTY = 0.025
+"""Blob bytes per byte of content up to which NonzeroReader is faster than BlobReader and an XOR."""
+# Times as fast, by blob bytes per byte of content, for bf16 steps of 0.05 to 10 % changed elements, XORed in 1 MiB at a time
+# (one core, Xeon of family 6 model 207, L2 2 MiB):
+#   one frame of level 1        0.1 %: 30    0.3 %: 5    1.4 %: 1.4    2.0 %: 1.15    2.4 %: 1.1    2.9 %: 1.0    5.1 %: 0.7
+#   frames of 256 KiB, level 1  0.1 %: 18    0.25 %: 8   1.2 %: 1.7    1.8 %: 1.1     2.4 %: 1.05   2.9 %: 0.9    5.2 %: 0.7
+#   the same of encode_runs     0.08 %: 14   0.23 %: 7   0.86 %: 2.7   1.5 %: 1.9     2.1 %: 1.5    3.2 %: 1.3    5.5 %: 1.0
+
 _BLOCK_HEADER_NBYTES = 3
 _NO_PIECE = np.empty(0, np.uint8)
 
@@ -141,11 +149,13 @@ class NonzeroReader:
         state, data = self._room.state, self._room.coded.data
         at, end = int(state[AT]), int(state[END])
         more = self._source.read(READ_NBYTES)
+        if not more:
+            return False
         data[SPARE_NBYTES : SPARE_NBYTES + end - at] = data[at:end]
         end = SPARE_NBYTES + end - at
         data[end : end + len(more)] = np.frombuffer(more, np.uint8)
         state[AT], state[END] = SPARE_NBYTES, end + len(more)
-        return bool(more)
+        return True
 
     def _leave(self) -> NoReturn:
         self._give_back()

@@ -14,11 +14,10 @@ from gpusync.format.zstdcodes import (
     RLE_MODE,
     TREELESS_LITERALS,
 )
+from gpusync.format.zstdhuffman import CODES, LENGTHS
 from gpusync.format.zstdtables import (
-    CODES,
     FACTS,
     FIRST,
-    LENGTHS,
     LITERAL_LENGTHS,
     LITERALS,
     LOG,
@@ -60,7 +59,7 @@ def write_frame(
     ends
         For each block how many literals and sequences there are up to its end.
     tables
-        Made by ``build_tables`` from the counts of all blocks.
+        With the codes of literals and the tables of both lengths.
     frame
         Takes the frame; has room for the content, and what a block makes at most behind it.
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 import zstandard
 
@@ -14,6 +15,8 @@ from gpusync.device.nvcomp import Nvcomp
 from gpusync.device.runtime import Runtime
 from gpusync.device.selftest import check_nvcomp, nvcomp_is_trusted
 from gpusync.errors import ModelPoisonedError, OutOfScratchError
+from gpusync.format.encode import compress_single
+from gpusync.format.encode_runs import compress_runs
 from gpusync.format.frames import Where, walk_frames
 from gpusync.testing import EmulatedRuntime, Order
 from tests.device.nvcomp_faults import Fault, faulty, own_stand_in
@@ -28,7 +31,7 @@ KINDS = {
     *(("literals in 1 stream, header of", nbytes) for nbytes in (3,)),
     *(("literals in 4 streams, header of", nbytes) for nbytes in (3, 4, 5)),
     *(("literals in 1 stream, tree repeated, header of", nbytes) for nbytes in (3,)),
-    *(("literals in 4 streams, tree repeated, header of", nbytes) for nbytes in (3, 4)),
+    *(("literals in 4 streams, tree repeated, header of", nbytes) for nbytes in (3, 4, 5)),
     *(("tree", kind) for kind in ("direct", "FSE")),
     *(("bytes of the number of sequences", nbytes) for nbytes in (0, 1, 2, 3)),
     *((code, mode) for code in CODES for mode in ("predefined", "RLE", "FSE", "repeat")),
@@ -105,6 +108,19 @@ def section_kinds(block: bytes) -> list[tuple[str, object]]:
 def test_the_corpus_holds_every_kind_of_frame(corpus: tuple[Sample, ...]) -> None:
     found = set().union(*(kinds_of(sample.frame) for sample in corpus))
     assert KINDS - found == set()
+
+
+def test_the_corpus_holds_every_kind_that_the_encoder_of_runs_writes() -> None:
+    found: set[tuple[str, object]] = set()
+    for nbytes in (100, 300, 5000, 1 << 16, 70_000, 1 << 17, 1 << 18, (1 << 20) - 3, 1 << 20):
+        for density in (0, 0.0001, 0.001, 0.01, 0.05, 0.2, 0.3):
+            for values in (1, 3, 255):
+                rng = np.random.default_rng([nbytes, values])
+                changed = rng.random(nbytes) < density
+                content = (rng.integers(1, values + 1, nbytes) * changed).astype(np.uint8)
+                found |= kinds_of(compress_runs(content) or compress_single(content.data))
+    assert len(found) > 20
+    assert found - KINDS == set()
 
 
 def test_the_corpus_holds_every_size_class(corpus: tuple[Sample, ...]) -> None:

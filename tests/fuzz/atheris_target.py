@@ -26,7 +26,7 @@ import atheris
 with atheris.instrument_imports(include=["gpusync"]):
     from gpusync.errors import FrameFormatError, GpuSyncError
     from gpusync.folder import marker
-    from gpusync.format import digest, encodings, frames, header, index, jsontext
+    from gpusync.format import digest, encodings, frames, header, index, jsontext, nonzero
 
 import numpy as np
 import safetensors
@@ -106,7 +106,7 @@ def _reads(blob: bytes, step: int) -> Callable[[int], bytes]:
 
 
 def fuzz_blob(data: bytes) -> None:
-    """u16 content size, u8 unused, u8 flags (known size, step, window), then the blob: reader, walk and libzstd must agree."""
+    """u16 content size, u8 unused, u8 flags (known size, step, window), then the blob: readers, walk and libzstd must agree."""
     if len(data) < 4:
         return
     nbytes, flags, blob = int.from_bytes(data[:2], "little"), data[3], data[4:]
@@ -122,6 +122,7 @@ def fuzz_blob(data: bytes) -> None:
         walked = err
     stepped = _walk_in_steps(blob, nbytes, step)
     check((stepped is None) == (walked is None or bool(found)), "the walk depends on its steps")
+    sparse = _decode_nonzero(blob, nbytes, step, window)
     reader = frames.BlobReader(
         _reads(blob, step),
         nbytes=len(blob),
@@ -131,13 +132,37 @@ def fuzz_blob(data: bytes) -> None:
         max_window=window,
     )
     out = bytearray(nbytes)
-    reader.readinto(memoryview(out))
-    reader.finish()
+    try:
+        reader.readinto(memoryview(out))
+        reader.finish()
+    except GpuSyncError:
+        check(sparse is None, "the decoder of non-zero bytes takes what libzstd refuses")
+        raise
+    check(sparse is None or sparse == out, "the decoder of non-zero bytes reads other content")
     told = zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(
         blob, read_across_frames=True
     )
     check(told.read() == out, "libzstd reads other content")
     check(bool(found) or not known, "the reader takes what the walk refuses")
+
+
+def _decode_nonzero(blob: bytes, nbytes: int, step: int, window: int) -> bytes | None:
+    """Return the content as the decoder of non-zero bytes has it, None where it does not take the blob."""
+    content = np.zeros(nbytes, np.uint8)
+    try:
+        reader = nonzero.NonzeroReader(
+            _reads(blob, step),
+            nbytes=len(blob),
+            content_nbytes=nbytes,
+            where=_WHERE,
+            max_window=window,
+        )
+        for begin in range(0, nbytes, 999):
+            reader.xor_into(content[begin : begin + 999])
+        reader.finish()
+    except (GpuSyncError, nonzero.LeftToLibzstdError):
+        return None
+    return content.tobytes()
 
 
 def _walk_in_steps(blob: bytes, nbytes: int, step: int) -> Exception | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import struct
 import subprocess
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from gpusync.errors import FrameFormatError, SourceNotReadyError
+from gpusync.format.encode_runs import compress_runs
 from gpusync.format.frames import Where, WindowTooLargeError
 from gpusync.format.nonzero import LeftToLibzstdError, NonzeroReader
 from tests import support
@@ -31,7 +33,6 @@ from tests.unit.strategies import (
     fixed,
     flushed,
     frame,
-    framed,
     oracle_decode,
     reads,
     seekable,
@@ -123,6 +124,11 @@ def split(content: bytes, nbytes: int) -> Iterator[bytes]:
         yield content[begin : begin + nbytes]
 
 
+def runs(content: bytes) -> bytes:
+    """The publisher's own frame, where it makes one."""
+    return compress_runs(np.frombuffer(content, np.uint8)) or compress(content)
+
+
 FRAMINGS: dict[str, Callable[[bytes], bytes]] = {
     "level 1": single,
     "level -5": lambda content: single(content, -5),
@@ -143,9 +149,7 @@ FRAMINGS: dict[str, Callable[[bytes], bytes]] = {
         skippable(b"x" * 9, 3) + compress(part) for part in split(content, 50_000)
     ),
     "a large skippable frame": lambda content: skippable(bytes(600_000)) + compress(content),
-    "levels that take turns": lambda content: framed(
-        [content[:70_000], content[70_000:100_000], content[100_000:]]
-    ),
+    "frames of runs": lambda content: b"".join(runs(part) for part in split(content, 90_000)),
 }
 
 
@@ -365,6 +369,15 @@ def test_content_longer_or_shorter_than_the_tensor_is_not_taken(delta: int) -> N
         assert check(blob, len(content) + delta) != "taken"
 
 
+def test_a_frame_that_holds_less_than_it_says_is_not_taken() -> None:
+    content = random_bytes(1000, 0.02, 1)
+    first, second = compress(content), compress(content, write_content_size=False)
+    assert check(first + second, 2000) == "taken"
+    assert int.from_bytes(first[5:7], "little") == 1000 - 256
+    longer = first[:5] + (1001 - 256).to_bytes(2, "little") + first[7:]
+    assert check(longer + second, 2000) == "left"
+
+
 def test_a_blob_of_zeros_is_not_there_yet() -> None:
     with pytest.raises(SourceNotReadyError):
         decode(bytes(100), 1000)
@@ -397,7 +410,8 @@ SMALL = {
     "level 19": single(step_of_training(6000, 0.02, 3), 19),
     "frames": seekable(step_of_training(3000, 0.02, 4), 1000),
     "trees": single(random_bytes(4000, 0.1, 5), 3),
-    "runs": compress(equal_changes(5000, 0.01, 6)),
+    "repeats": compress(equal_changes(5000, 0.01, 6)),
+    "runs": runs(step_of_training(20_000, 0.01, 7)),
 }
 
 
@@ -429,6 +443,7 @@ def large_blobs() -> list[bytes]:
         seekable(step_of_training(60_000, 0.02, 5), 4096),
         single(equal_changes(200_000, 0.02, 6), 3),
         compress(dense_places(100_000, 0.05, 7)),
+        runs(step_of_training(200_000, 0.01, 9)),
         single(random_bytes(60_000, 0.3, 8), 1),
     ]
 
@@ -480,6 +495,20 @@ def test_random_blocks_are_refused_or_decoded_as_libzstd_has_it() -> None:
         check(blob, random.choice((1, 3, 8, 100, 1000)))
 
 
+def test_trees_of_any_weights_are_refused_or_read_as_libzstd_has_it() -> None:
+    """One literal, coded by each of the trees with four weights that are told and one that follows."""
+    random = Random(5)
+    verdicts = []
+    for weights in itertools.product(range(5), repeat=4):
+        tree = bytes([127 + 4, weights[0] << 4 | weights[1], weights[2] << 4 | weights[3]])
+        for _ in range(2 if CHECKED else 8):
+            coded = tree + bytes([random.randrange(1, 64)])
+            literals = struct.pack("<I", 2 | 1 << 4 | len(coded) << 14)[:3] + coded
+            blob = frame([block(literals + b"\0", kind=2)], window=0x38)
+            verdicts.append(check(blob, 1))
+    assert {"left", "taken"} == set(verdicts)
+
+
 # ---- published streams -------------------------------------------------------------------------------
 
 
@@ -496,6 +525,7 @@ def test_blobs_of_real_trainers_are_decoded() -> None:
     assert taken > 20
 
 
+@pytest.mark.timeout(400)
 @pytest.mark.skipif(CHECKED, reason="this is that run")
 def test_no_index_is_out_of_bounds(repository: Path, tmp_path: Path) -> None:
     """All of the above once more, with every index checked."""

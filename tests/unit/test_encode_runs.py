@@ -21,7 +21,9 @@ from numpy.typing import NDArray
 from gpusync.format.encode import compress_single
 from gpusync.format.encode_runs import compress_runs
 from gpusync.format.framewalk import FrameWalker
+from gpusync.format.nonzero import NonzeroReader
 from gpusync.format.where import Where
+from tests.unit.strategies import reads
 
 Bytes = NDArray[np.uint8]
 
@@ -309,6 +311,21 @@ def test_content_may_be_read_only_and_at_any_address() -> None:
 def test_nothing_and_too_much_are_left_to_libzstd() -> None:
     assert compress_runs(np.zeros(0, np.uint8)) is None
     assert compress_runs(np.zeros(MIB + 1, np.uint8)) is None
+
+
+@pytest.mark.parametrize("density", [0, 0.0001, 0.001, 0.01, 0.05])
+def test_the_decoder_of_nearly_empty_blobs_leaves_none_to_libzstd(density: float) -> None:
+    for nbytes in (300, 64 * KIB, BLOCK + 1, MIB):
+        for values in (1, 3, 255):
+            content = sparse(nbytes, density, values)
+            frame = must(content)
+            reader = NonzeroReader(
+                reads(frame), nbytes=len(frame), content_nbytes=nbytes, where=Where(file="f")
+            )
+            got = np.zeros(nbytes, np.uint8)
+            reader.xor_into(got)
+            reader.finish()
+            assert np.array_equal(got, content)
 
 
 def test_the_command_line_reads_them(tmp_path: Path) -> None:
