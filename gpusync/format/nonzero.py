@@ -16,7 +16,6 @@ from gpusync.format.decode_nonzero import (
     DONE,
     END,
     IN_FRAME,
-    NUM_COUNTS,
     NUM_KEYS,
     PIECE,
     POSITION,
@@ -172,5 +171,4 @@ def _new_room() -> Room:
         coded=new_coded(READ_NBYTES + _BLOCK_HEADER_NBYTES + MAX_BLOCK_NBYTES, MAX_BLOCK_NBYTES),
         state=np.zeros(STATE_WORDS, np.uint64),
         keys=np.zeros(NUM_KEYS, np.uint64),
-        counts=np.zeros(NUM_COUNTS, np.uint64),
     )
