@@ -155,7 +155,7 @@ def _run_sequences(room: Room, at: Word, end: Word, number: Word, num_literals: 
     recent, second, third = state[_RECENT], state[_RECENT + 1], state[_RECENT + 2]
     position, begin, window = state[POSITION], state[_FRAME_BEGIN], state[_WINDOW]
     block_end, used = position + state[_LARGEST], _U64(0)
-    count, most = state[ENTRIES], state[_DROPPED] + _MOST_ENTRIES
+    count = state[ENTRIES]  # whether there is room for so many is asked at the block's end
     for step in range(_ONE, number + _ONE):
         of_length, of_offset, of_match = (
             lengths[length_state],
@@ -225,8 +225,6 @@ def _run_sequences(room: Room, at: Word, end: Word, number: Word, num_literals: 
             cursor = count
         recent = cursor << 24 | offset
         position += match
-        if count > most:
-            return _ALL
     state[_RECENT], state[_RECENT + 1], state[_RECENT + 2] = recent, second, third
     state[POSITION], state[ENTRIES] = position, count
     return used if bit == first else _ALL
