@@ -2,8 +2,7 @@
 
 An entry is ``position << 8 | value``, a byte of content that is not zero. Literals add entries, a match adds those in its
 source once more, and everything else only moves the position. Entries are numbered and lie in a ring by number. A recent
-offset has a cursor: the number of the first entry in the source that its next match may have, which follows the position.
-Where an offset is new, counts tell where to look: for each 512 bytes of content, in a ring too, how many entries there were.
+offset has a cursor: the number of an entry that is not behind the source of its next match, and follows it.
 
 What is wrong, or not done here, is refused: libzstd decodes what is taken to the same bytes.
 """
@@ -38,7 +37,7 @@ DONE, STARVED, REFUSED = range(3)
 
 MAX_REACH = 8 << 20
 """Largest window, in bytes: what a match may reach back."""
-NUM_KEYS, NUM_COUNTS = 1 << 17, 1 << 15
+NUM_KEYS = 1 << 17
 
 # What a blob's state holds: where the content ends so far, and where the next piece begins; where in the compressed bytes
 # the next is, and their end; how many to skip; then of the frame: whether there is one, its begin and end in the content,
@@ -51,7 +50,7 @@ STATE_WORDS = 16
 _U64 = np.uint64
 _ONE, _TWO, _THREE, _SEVEN = _U64(1), _U64(2), _U64(3), _U64(7)
 _BYTE, _LOW, _ALL = _U64(0xFF), _U64(0xFFFFFFFF), ~_U64(0)
-_KEY, _COUNT = _U64(NUM_KEYS - 1), _U64(NUM_COUNTS - 1)
+_KEY = _U64(NUM_KEYS - 1)
 _MOST_ENTRIES = _U64(NUM_KEYS - 16)
 _OFFSET = _U64((1 << 24) - 1)  # a recent offset is this and, from bit 24 on, its cursor
 _LAST = ~_U64(0xFF << 40)  # of an entry of a table: without bits of a next state
@@ -59,12 +58,11 @@ _MAX_BITS = 57
 
 
 class Room(NamedTuple):
-    """What a blob is decoded in: besides what blocks are read into, its state, its entries, and how many there were (or 0)."""
+    """What a blob is decoded in: what blocks are read into, its state, and its entries."""
 
     coded: Coded
     state: Words
     keys: Words
-    counts: Words
 
 
 # ---- entries -----------------------------------------------------------------------------------------
@@ -80,7 +78,6 @@ def _add_bytes(room: Room, content: Bytes, at: Word, end: Word) -> bool:
         if value and count <= most:
             room.keys[count & _KEY] = (position + number) << 8 | value
             count += _ONE
-            room.counts[(position + number) >> 9 & _COUNT] = count
     state[ENTRIES], state[POSITION] = count, position + (end - at)
     return bool(count <= most)
 
@@ -96,40 +93,32 @@ def _copy_entries(
         room.keys[count & _KEY] = key
         cursor += _ONE
         count += _ONE
-        room.counts[key >> 17 & _COUNT] = count
     return cursor, count
 
 
 @part
-def _find(room: Room, source: Word, position: Word, count: Word) -> Word:
-    """Return the number of an entry not long before the first at ``source`` or behind it."""
-    word, last = source >> 9, position >> 9
-    while word < last and room.counts[word & _COUNT] == 0:
-        word += _ONE
-    cursor = room.counts[word & _COUNT]
-    if cursor == 0:
-        cursor = count
-    while cursor > room.state[_DROPPED] and room.keys[(cursor - _ONE) & _KEY] >= source << 8:
-        cursor -= _ONE
-    return cursor
+def _find(room: Room, source: Word, count: Word) -> Word:
+    """Return the number of the first entry at ``source`` or behind it. Which way to go nobody can foretell: no branch."""
+    first, left = room.state[_DROPPED], count - room.state[_DROPPED]
+    while left > 0:
+        half = (left + _ONE) >> 1
+        first += half * _U64(room.keys[(first + half - _ONE) & _KEY] < source << 8)
+        left -= half
+    return first
 
 
 @part
-def _make_room(room: Room) -> None:
-    """Drop entries that neither a match nor the piece needs, and clear the counts that the next block will fill."""
+def _drop_entries(room: Room) -> None:
+    """Drop the entries that neither a match nor the piece needs any more."""
     state, position = room.state, room.state[POSITION]
-    if state[ENTRIES] - state[_DROPPED] > NUM_KEYS // 2:
-        oldest = min(position - min(position - state[_FRAME_BEGIN], state[_WINDOW]), state[PIECE])
-        at = state[_DROPPED]
-        while at < state[ENTRIES] and room.keys[at & _KEY] < oldest << 8:
-            at += _ONE
-        state[_DROPPED] = at
-        for number in range(3):
-            recent = state[_RECENT + number]
-            state[_RECENT + number] = max(recent >> 24, at) << 24 | recent & _OFFSET
-    end = (position + state[_LARGEST]) >> 9
-    for word in range((position + _U64(511)) >> 9, end + _TWO):
-        room.counts[word & _COUNT] = _U64(0)
+    oldest = min(position - min(position - state[_FRAME_BEGIN], state[_WINDOW]), state[PIECE])
+    at = state[_DROPPED]
+    while at < state[ENTRIES] and room.keys[at & _KEY] < oldest << 8:
+        at += _ONE
+    state[_DROPPED] = at
+    for number in range(3):
+        recent = state[_RECENT + number]
+        state[_RECENT + number] = max(recent >> 24, at) << 24 | recent & _OFFSET
 
 
 # ---- sequences ---------------------------------------------------------------------------------------
@@ -166,7 +155,7 @@ def _run_sequences(room: Room, at: Word, end: Word, number: Word, num_literals: 
     recent, second, third = state[_RECENT], state[_RECENT + 1], state[_RECENT + 2]
     position, begin, window = state[POSITION], state[_FRAME_BEGIN], state[_WINDOW]
     block_end, used = position + state[_LARGEST], _U64(0)
-    count, most = state[ENTRIES], state[_DROPPED] + _MOST_ENTRIES
+    count = state[ENTRIES]  # whether there is room for so many is asked at the block's end
     for step in range(_ONE, number + _ONE):
         of_length, of_offset, of_match = (
             lengths[length_state],
@@ -221,11 +210,10 @@ def _run_sequences(room: Room, at: Word, end: Word, number: Word, num_literals: 
             count = state[ENTRIES]
         used += length
         position += length
-        room.counts[position >> 9 & _COUNT] = count
         source = position - offset
         if keys[(count - _ONE) & _KEY] >= source << 8:
             if fresh:
-                cursor = _find(room, source, position, count)
+                cursor = _find(room, source, count)
             for _ in range(2):
                 before = keys[cursor & _KEY] < source << 8
                 cursor += _U64(before) & _U64(cursor < count)
@@ -237,8 +225,6 @@ def _run_sequences(room: Room, at: Word, end: Word, number: Word, num_literals: 
             cursor = count
         recent = cursor << 24 | offset
         position += match
-        if count > most:
-            return _ALL
     state[_RECENT], state[_RECENT + 1], state[_RECENT + 2] = recent, second, third
     state[POSITION], state[ENTRIES] = position, count
     return used if bit == first else _ALL
@@ -336,7 +322,7 @@ def _take_block(room: Room) -> int:
         return STARVED
     at += _THREE
     state[AT] = at + stored
-    _make_room(room)
+    _drop_entries(room)
     if kind == COMPRESSED:
         fine = _decode_block(room, at, state[AT])
     elif kind == RLE and data[at]:
@@ -357,7 +343,7 @@ def _take_block(room: Room) -> int:
 
 @compiled(
     "uint64(uint8[::1], uint8[::1], uint8[::1], uint16[::1], uint64[:, ::1], uint64[::1], uint64[::1],"
-    " uint64[::1], uint64[::1], uint64[::1])"
+    " uint64[::1], uint64[::1])"
 )
 def xor_nonzero(
     piece: Bytes,
@@ -369,10 +355,9 @@ def xor_nonzero(
     work: Words,
     state: Words,
     keys: Words,
-    counts: Words,
 ) -> int:
     """Decode up to the end of the next piece, of an empty one all that there is, and XOR it into ``piece``."""
-    room = Room(Coded(data, literals, tree, tables, marks, work), state, keys, counts)
+    room = Room(Coded(data, literals, tree, tables, marks, work), state, keys)
     end = state[PIECE] + _U64(piece.size)
     while state[POSITION] < end or piece.size == 0:
         if state[SKIP]:

@@ -16,7 +16,6 @@ from gpusync.format.decode_nonzero import (
     DONE,
     END,
     IN_FRAME,
-    NUM_COUNTS,
     NUM_KEYS,
     PIECE,
     POSITION,
@@ -37,13 +36,13 @@ from gpusync.format.framewalk import (
 )
 from gpusync.format.where import Where
 
-NEARLY_EMPTY = 0.025
-"""Blob bytes per byte of content up to which NonzeroReader is faster than BlobReader and an XOR."""
-# Times as fast, by blob bytes per byte of content, for bf16 steps of 0.05 to 10 % changed elements, XORed in 1 MiB at a time
+NEARLY_EMPTY = 0.022
+"""Blob bytes per byte of content up to which NonzeroReader is faster than BlobReader and an XOR, whoever compressed it."""
+# Times as fast, by blob bytes per byte of content, for bf16 steps of 0.05 to 5 % changed elements, XORed in 1 MiB at a time
 # (one core, Xeon of family 6 model 207, L2 2 MiB):
-#   one frame of level 1        0.1 %: 30    0.3 %: 5    1.4 %: 1.4    2.0 %: 1.15    2.4 %: 1.1    2.9 %: 1.0    5.1 %: 0.7
-#   frames of 256 KiB, level 1  0.1 %: 18    0.25 %: 8   1.2 %: 1.7    1.8 %: 1.1     2.4 %: 1.05   2.9 %: 0.9    5.2 %: 0.7
-#   the same of encode_runs     0.08 %: 14   0.23 %: 7   0.86 %: 2.7   1.5 %: 1.9     2.1 %: 1.5    3.2 %: 1.3    5.5 %: 1.0
+#   one frame of level 1        0.1 %: 28   0.3 %: 5.3   0.8 %: 1.8   1.4 %: 1.3   2.4 %: 1.0   5.1 %: 0.6
+#   frames of 256 KiB, level 1  0.1 %: 16   0.2 %: 7.4   0.5 %: 4.1   1.2 %: 1.8   2.4 %: 1.0   5.2 %: 0.6
+#   the same of encode_runs     0.1 %: 14   0.2 %: 7.3   0.5 %: 4.5   0.9 %: 2.7   1.5 %: 1.8   3.2 %: 1.4
 
 _BLOCK_HEADER_NBYTES = 3
 _NO_PIECE = np.empty(0, np.uint8)
@@ -172,5 +171,4 @@ def _new_room() -> Room:
         coded=new_coded(READ_NBYTES + _BLOCK_HEADER_NBYTES + MAX_BLOCK_NBYTES, MAX_BLOCK_NBYTES),
         state=np.zeros(STATE_WORDS, np.uint64),
         keys=np.zeros(NUM_KEYS, np.uint64),
-        counts=np.zeros(NUM_COUNTS, np.uint64),
     )

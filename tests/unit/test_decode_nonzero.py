@@ -509,6 +509,34 @@ def test_trees_of_any_weights_are_refused_or_read_as_libzstd_has_it() -> None:
     assert {"left", "taken"} == set(verdicts)
 
 
+@pytest.mark.parametrize("count", range(1, 14))
+def test_few_literals_in_four_streams_are_taken_or_left(count: int) -> None:
+    """libzstd wants six or more (RFC 8878, 3.1.1.3.1.1)."""
+    each = (count + 3) // 4
+    sizes = [each, each, each, max(count - 3 * each, 0)]
+    coded = b"\x80\x10" + struct.pack("<HHH", 1, 1, 1)  # bytes 0 and 1 have a bit each
+    coded += bytes(1 << size | 1 << size >> 1 for size in sizes)
+    literals = struct.pack("<I", 2 | 1 << 2 | count << 4 | len(coded) << 14)[:3] + coded
+    blob = frame([block(literals + b"\0", kind=2)], window=0x38)
+    assert check(blob, count) == ("taken" if count >= 6 else "left")
+
+
+def test_a_block_of_more_than_the_window_is_left() -> None:
+    """The literals behind its last match are what is too much."""
+    content = bytes(1000) + random_bytes(500, 1.0, 1)
+    blob = bytearray(single(content, 1, 11, write_content_size=False))
+    blob += compress(step_of_training(5000, 0.05, 1), write_content_size=False)
+    assert check(bytes(blob), 6500) == "taken" and blob[5] == 1 << 3
+    blob[5] = 0
+    assert check(bytes(blob), 6500) == "left"
+
+
+def test_bytes_behind_the_literals_of_a_block_without_sequences_are_left() -> None:
+    for end, verdict in ((b"\0", "taken"), (b"\0\0", "left"), (b"\0x", "left")):
+        literals = bytes([3 << 3]) + b"abc"
+        assert check(frame([block(literals + end, kind=2)], window=0x38), 3) == verdict
+
+
 # ---- published streams -------------------------------------------------------------------------------
 
 
