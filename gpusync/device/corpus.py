@@ -1,7 +1,7 @@
 """Valid zstd frames of every kind that publishers write, with what they decode to.
 
 Made with the installed libzstd rather than stored: what it makes is what publishers have. The same frames every time
-for one libzstd. One is of gpusync's own encoder (format/encode_runs.py), and stored: receivers need not compile that one.
+for one libzstd. One is of gpusync's own encoder (format/zstd/encode_runs.py), and stored: receivers need not compile that one.
 Which kinds are among them is shown by a test that parses them (RFC 8878, 3.1.1).
 """
 

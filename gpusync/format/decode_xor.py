@@ -1,7 +1,7 @@
 """Payloads of xor, as long as their tensor: old XOR new.
 
 libzstd decodes any of them. Where most of a payload is zeros, as its blob's size tells, compiled loops are several times as fast:
-they find the bytes that are not zero, and pass over the rest (nonzero.py). What they do not decode, or find wrong, libzstd
+they find the bytes that are not zero, and pass over the rest (zstd/nonzero.py). What they do not decode, or find wrong, libzstd
 decodes from the start again, and judges.
 
 The loops are loaded once a process has had so much to decode that they are likely to be worth it.
@@ -16,18 +16,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpusync.compiled import are_kept, compile_loops
-from gpusync.format.decode_nonzero import xor_nonzero
 from gpusync.format.frames import BlobReader, ReadBytes
-from gpusync.format.nonzero import LeftToLibzstdError, NonzeroReader
 from gpusync.format.where import Where
+from gpusync.format.zstd.decode_nonzero import xor_nonzero
+from gpusync.format.zstd.nonzero import NEARLY_EMPTY, LeftToLibzstdError, NonzeroReader
 
 Bytes = NDArray[np.uint8]
 
 # Decoded and XORed in at a time: a quarter of a common L2 cache.
 _DELTA_NBYTES = 1 << 19
 _local = threading.local()
-# Up to this share of a payload its blob is decoded faster so than by libzstd.
-MOST_WIRE_SHARE = 1 / 40
 # Content that is decoded before the loops are loaded from numba's cache, or compiled for it, which takes some tenths of a second
 # and some ten seconds: about as much as they would have saved on it.
 _LOADED_AFTER_NBYTES = 256 << 20
@@ -91,7 +89,7 @@ def open_xor(
 
     if not loops.loaded:
         loops.ask(nbytes)
-    if not loops.loaded or blob_nbytes > nbytes * MOST_WIRE_SHARE:
+    if not loops.loaded or blob_nbytes > nbytes * NEARLY_EMPTY:
         return open_dense()
     reader = NonzeroReader(
         begin_reading(),

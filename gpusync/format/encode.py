@@ -26,7 +26,7 @@ import zstandard
 from numpy.typing import NDArray
 
 from gpusync.errors import ChainError
-from gpusync.format.encode_runs import compress_runs
+from gpusync.format.zstd.encode_runs import compress_runs
 from gpusync.types import Encoding
 
 Bytes = NDArray[np.uint8]
@@ -165,7 +165,7 @@ def compress_frames(
     Parameters
     ----------
     by_runs
-        Have those that are nearly empty made by :func:`gpusync.format.encode_runs.compress_runs`.
+        Have those that are nearly empty made by :func:`gpusync.format.zstd.encode_runs.compress_runs`.
     """
     pieces = [
         payload[begin : begin + frame_bytes]

@@ -95,7 +95,7 @@ class DeltaOptions:
     Parameters
     ----------
     by_runs
-        Frames of xor are made by the encoder of runs (encode_runs.py) and not by libzstd.
+        Frames of xor are made by the encoder of runs (format/zstd/encode_runs.py) and not by libzstd.
     """
 
     encoding: Encoding

@@ -16,8 +16,8 @@ from gpusync.device.runtime import Runtime
 from gpusync.device.selftest import check_nvcomp, nvcomp_is_trusted
 from gpusync.errors import ModelPoisonedError, OutOfScratchError
 from gpusync.format.encode import compress_single
-from gpusync.format.encode_runs import compress_runs
 from gpusync.format.frames import Where, walk_frames
+from gpusync.format.zstd.encode_runs import compress_runs
 from gpusync.testing import EmulatedRuntime, Order
 from tests.device.nvcomp_faults import Fault, faulty, own_stand_in
 

@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from gpusync.errors import FrameFormatError, SourceNotReadyError
-from gpusync.format.encode_runs import compress_runs
 from gpusync.format.frames import Where, WindowTooLargeError
-from gpusync.format.nonzero import LeftToLibzstdError, NonzeroReader
+from gpusync.format.zstd.encode_runs import compress_runs
+from gpusync.format.zstd.nonzero import LeftToLibzstdError, NonzeroReader
 from tests import support
 from tests.fuzz import mutations
 from tests.unit.strategies import (

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from gpusync.format.encode import compress_single
-from gpusync.format.encode_runs import compress_runs
 from gpusync.format.framewalk import FrameWalker
-from gpusync.format.nonzero import NonzeroReader
 from gpusync.format.where import Where
+from gpusync.format.zstd.encode_runs import compress_runs
+from gpusync.format.zstd.nonzero import NonzeroReader
 from tests.unit.strategies import reads
 
 Bytes = NDArray[np.uint8]

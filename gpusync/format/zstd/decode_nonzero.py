@@ -14,8 +14,9 @@ from typing import NamedTuple
 import numpy as np
 
 from gpusync.compiled import compiled, part
-from gpusync.format import zstdcodes
-from gpusync.format.entropy import (
+from gpusync.format.frameruns import COMPRESSED, FRAME_MAGIC, MAX_BLOCK_NBYTES, RLE
+from gpusync.format.zstd import rfc8878
+from gpusync.format.zstd.entropy import (
     LOG,
     NO_ROW,
     ROW,
@@ -30,7 +31,6 @@ from gpusync.format.entropy import (
     read_literals,
     read_tables,
 )
-from gpusync.format.frameruns import COMPRESSED, FRAME_MAGIC, MAX_BLOCK_NBYTES, RLE
 
 DONE, STARVED, REFUSED = range(3)
 """What a call comes to: the piece is changed; more compressed bytes are needed; the blob is not for this decoder."""
@@ -245,9 +245,9 @@ def _decode_block(room: Room, at: Word, end: Word) -> bool:
     number: Word = _U64(data[at])
     at += _ONE
     if number == 255:
-        number = (load(data, at) & _U64(0xFFFF)) + _U64(zstdcodes.THREE_BYTE_SEQUENCES)
+        number = (load(data, at) & _U64(0xFFFF)) + _U64(rfc8878.THREE_BYTE_SEQUENCES)
         at += _TWO
-    elif number >= zstdcodes.TWO_BYTE_SEQUENCES:
+    elif number >= rfc8878.TWO_BYTE_SEQUENCES:
         number = (number & _U64(0x7F)) << 8 | data[at]
         at += _ONE
     used = _U64(0)

@@ -3,7 +3,7 @@
 zstd's own search looks for any match; here all are known beforehand. A run of zeros is one zero as a literal and a match
 with offset 1, which is the first repeated offset of every frame, so that offsets take no bits. Literals are the changed
 bytes, the zero before each run, and runs that are too short. Their codes and the tables of both lengths are made once for a
-frame (zstdhuffman.py, zstdtables.py), and told in its first block that needs them (zstdframes.py).
+frame (huffman.py, tables.py), and told in its first block that needs them (frames.py).
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpusync.compiled import compiled, part
-from gpusync.format.zstdcodes import (
+from gpusync.format.zstd.frames import BLOCK_NBYTES, Bytes, write_frame
+from gpusync.format.zstd.huffman import describe_codes, make_codes
+from gpusync.format.zstd.rfc8878 import (
     LITERAL_LENGTH_BASELINES,
     LITERAL_LENGTH_EXTRA_BITS,
     MATCH_LENGTH_BASELINES,
     MATCH_LENGTH_EXTRA_BITS,
 )
-from gpusync.format.zstdframes import BLOCK_NBYTES, Bytes, write_frame
-from gpusync.format.zstdhuffman import describe_codes, make_codes
-from gpusync.format.zstdtables import (
+from gpusync.format.zstd.tables import (
     COLUMNS,
     COUNTS,
     LITERAL_LENGTHS,

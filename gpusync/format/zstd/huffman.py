@@ -1,4 +1,4 @@
-"""Huffman codes for counted literals, and their description (RFC 8878, 4.2); in the rows of zstdtables.py."""
+"""Huffman codes for counted literals, and their description (RFC 8878, 4.2); in the rows of tables.py."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpusync.compiled import part
-from gpusync.format.zstdcodes import FSE_COMPRESSED_MODE, MAX_HUFFMAN_BITS
-from gpusync.format.zstdtables import (
+from gpusync.format.zstd.rfc8878 import FSE_COMPRESSED_MODE, MAX_HUFFMAN_BITS
+from gpusync.format.zstd.tables import (
     COUNTS,
     FACTS,
     FIRST,

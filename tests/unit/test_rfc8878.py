@@ -6,21 +6,21 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from gpusync.format import zstdcodes
+from gpusync.format.zstd import rfc8878
 
 
 @pytest.mark.parametrize(
     ("baselines", "extra_bits", "least", "most"),
     [
         (
-            zstdcodes.LITERAL_LENGTH_BASELINES,
-            zstdcodes.LITERAL_LENGTH_EXTRA_BITS,
+            rfc8878.LITERAL_LENGTH_BASELINES,
+            rfc8878.LITERAL_LENGTH_EXTRA_BITS,
             0,
             (128 << 10) - 1,
         ),
         (
-            zstdcodes.MATCH_LENGTH_BASELINES,
-            zstdcodes.MATCH_LENGTH_EXTRA_BITS,
+            rfc8878.MATCH_LENGTH_BASELINES,
+            rfc8878.MATCH_LENGTH_EXTRA_BITS,
             3,
             (128 << 10) + 2,
         ),
@@ -38,9 +38,9 @@ def test_each_code_begins_where_the_one_before_it_ends(
 @pytest.mark.parametrize(
     ("distribution", "log", "codes"),
     [
-        (zstdcodes.DEFAULT_LITERAL_LENGTHS, zstdcodes.DEFAULT_LITERAL_LENGTHS_LOG, 36),
-        (zstdcodes.DEFAULT_MATCH_LENGTHS, zstdcodes.DEFAULT_MATCH_LENGTHS_LOG, 53),
-        (zstdcodes.DEFAULT_OFFSETS, zstdcodes.DEFAULT_OFFSETS_LOG, 29),
+        (rfc8878.DEFAULT_LITERAL_LENGTHS, rfc8878.DEFAULT_LITERAL_LENGTHS_LOG, 36),
+        (rfc8878.DEFAULT_MATCH_LENGTHS, rfc8878.DEFAULT_MATCH_LENGTHS_LOG, 53),
+        (rfc8878.DEFAULT_OFFSETS, rfc8878.DEFAULT_OFFSETS_LOG, 29),
     ],
 )
 def test_a_default_distribution_fills_its_table(

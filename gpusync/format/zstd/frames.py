@@ -6,7 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpusync.compiled import part
-from gpusync.format.zstdcodes import (
+from gpusync.format.zstd.huffman import CODES, LENGTHS
+from gpusync.format.zstd.rfc8878 import (
     COMPRESSED_LITERALS,
     FSE_COMPRESSED_MODE,
     RAW_LITERALS,
@@ -14,8 +15,7 @@ from gpusync.format.zstdcodes import (
     RLE_MODE,
     TREELESS_LITERALS,
 )
-from gpusync.format.zstdhuffman import CODES, LENGTHS
-from gpusync.format.zstdtables import (
+from gpusync.format.zstd.tables import (
     FACTS,
     FIRST,
     LITERAL_LENGTHS,

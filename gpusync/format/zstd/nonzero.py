@@ -11,7 +11,16 @@ from typing import NoReturn
 
 import numpy as np
 
-from gpusync.format.decode_nonzero import (
+from gpusync.format.framewalk import (
+    MAX_BLOCK_NBYTES,
+    MAX_WINDOW,
+    READ_NBYTES,
+    FrameWalker,
+    ReadBytes,
+    WalkedSource,
+)
+from gpusync.format.where import Where
+from gpusync.format.zstd.decode_nonzero import (
     AT,
     DONE,
     END,
@@ -25,16 +34,7 @@ from gpusync.format.decode_nonzero import (
     Room,
     xor_nonzero,
 )
-from gpusync.format.entropy import SPARE_NBYTES, Bytes, new_coded
-from gpusync.format.framewalk import (
-    MAX_BLOCK_NBYTES,
-    MAX_WINDOW,
-    READ_NBYTES,
-    FrameWalker,
-    ReadBytes,
-    WalkedSource,
-)
-from gpusync.format.where import Where
+from gpusync.format.zstd.entropy import SPARE_NBYTES, Bytes, new_coded
 
 NEARLY_EMPTY = 0.022
 """Blob bytes per byte of content up to which NonzeroReader is faster than BlobReader and an XOR, whoever compressed it."""

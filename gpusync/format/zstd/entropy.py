@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpusync.compiled import part
-from gpusync.format import zstdcodes
+from gpusync.format.zstd import rfc8878
 
 Bytes = NDArray[np.uint8]
 Words = NDArray[np.uint64]
@@ -36,36 +36,36 @@ _BYTE, _LOW = _U64(0xFF), _U64(0xFFFFFFFF)
 _VALUES, _MORE_WEIGHTS = 1024, 1536
 WORK_WORDS = 2048
 _HIGH_BIT = np.array([max(value.bit_length() - 1, 0) for value in range(2048)], np.uint64)
-_NUM_CODES = np.array([36, zstdcodes.MAX_OFFSET_CODE + 1, 53, 12], np.uint64)
+_NUM_CODES = np.array([36, rfc8878.MAX_OFFSET_CODE + 1, 53, 12], np.uint64)
 _MAX_LOGS = np.array(
     [
-        zstdcodes.MAX_LITERAL_LENGTHS_LOG,
-        zstdcodes.MAX_OFFSETS_LOG,
-        zstdcodes.MAX_MATCH_LENGTHS_LOG,
-        zstdcodes.MAX_WEIGHTS_LOG,
+        rfc8878.MAX_LITERAL_LENGTHS_LOG,
+        rfc8878.MAX_OFFSETS_LOG,
+        rfc8878.MAX_MATCH_LENGTHS_LOG,
+        rfc8878.MAX_WEIGHTS_LOG,
     ],
     np.uint64,
 )
 # By kind and code: baseline, and from bit 32 on extra bits.
 _CODES = np.zeros((4, 64), np.uint64)
-_CODES[LENGTHS, :36] = zstdcodes.LITERAL_LENGTH_BASELINES
-_CODES[LENGTHS, :36] |= zstdcodes.LITERAL_LENGTH_EXTRA_BITS << _U64(32)
+_CODES[LENGTHS, :36] = rfc8878.LITERAL_LENGTH_BASELINES
+_CODES[LENGTHS, :36] |= rfc8878.LITERAL_LENGTH_EXTRA_BITS << _U64(32)
 _CODES[OFFSETS, :32] = _ONE << np.arange(32, dtype=np.uint64)
 _CODES[OFFSETS, :32] |= np.arange(32, dtype=np.uint64) << _U64(32)
-_CODES[MATCHES, :53] = zstdcodes.MATCH_LENGTH_BASELINES
-_CODES[MATCHES, :53] |= zstdcodes.MATCH_LENGTH_EXTRA_BITS << _U64(32)
+_CODES[MATCHES, :53] = rfc8878.MATCH_LENGTH_BASELINES
+_CODES[MATCHES, :53] |= rfc8878.MATCH_LENGTH_EXTRA_BITS << _U64(32)
 _CODES[WEIGHTS, :12] = np.arange(12)
 # By kind: the predefined probabilities plus one, and the logs of their sums.
 _PREDEFINED = np.zeros((3, 64), np.uint64)
-_PREDEFINED[LENGTHS, :36] = zstdcodes.DEFAULT_LITERAL_LENGTHS + 1
-_PREDEFINED[OFFSETS, :29] = zstdcodes.DEFAULT_OFFSETS + 1
-_PREDEFINED[MATCHES, :53] = zstdcodes.DEFAULT_MATCH_LENGTHS + 1
+_PREDEFINED[LENGTHS, :36] = rfc8878.DEFAULT_LITERAL_LENGTHS + 1
+_PREDEFINED[OFFSETS, :29] = rfc8878.DEFAULT_OFFSETS + 1
+_PREDEFINED[MATCHES, :53] = rfc8878.DEFAULT_MATCH_LENGTHS + 1
 _NUM_PREDEFINED = np.array([36, 29, 53], np.uint64)
 _PREDEFINED_LOGS = np.array(
     [
-        zstdcodes.DEFAULT_LITERAL_LENGTHS_LOG,
-        zstdcodes.DEFAULT_OFFSETS_LOG,
-        zstdcodes.DEFAULT_MATCH_LENGTHS_LOG,
+        rfc8878.DEFAULT_LITERAL_LENGTHS_LOG,
+        rfc8878.DEFAULT_OFFSETS_LOG,
+        rfc8878.DEFAULT_MATCH_LENGTHS_LOG,
     ],
     np.uint64,
 )
@@ -91,8 +91,8 @@ def new_coded(data_nbytes: int, literals_nbytes: int) -> Coded:
     return Coded(
         data=np.zeros(data_nbytes + 2 * SPARE_NBYTES, np.uint8),
         literals=np.zeros(literals_nbytes + SPARE_NBYTES, np.uint8),
-        tree=np.zeros(1 << zstdcodes.MAX_HUFFMAN_BITS, np.uint16),
-        tables=np.zeros((NUM_ROWS, 1 << zstdcodes.MAX_LITERAL_LENGTHS_LOG), np.uint64),
+        tree=np.zeros(1 << rfc8878.MAX_HUFFMAN_BITS, np.uint16),
+        tables=np.zeros((NUM_ROWS, 1 << rfc8878.MAX_LITERAL_LENGTHS_LOG), np.uint64),
         marks=np.zeros(NUM_MARKS, np.uint64),
         work=np.zeros(WORK_WORDS, np.uint64),
     )
@@ -128,7 +128,7 @@ def _read_distribution(
     data: Bytes, at: Word, end: Word, kind: Word, values: Words
 ) -> tuple[Word, Word, Word]:
     """Read probabilities, plus one (4.1.1); return the log of their sum, 0 if they are wrong, how many, and their end."""
-    log: Word = (data[at] & _U64(15)) + _U64(zstdcodes.MIN_TABLE_LOG)
+    log: Word = (data[at] & _U64(15)) + _U64(rfc8878.MIN_TABLE_LOG)
     if log > _MAX_LOGS[kind]:
         return _U64(0), _U64(0), at
     bit, left, count, most = (at << 3) + _U64(4), _ONE << log, _U64(0), _NUM_CODES[kind]
@@ -196,18 +196,18 @@ def read_tables(coded: Coded, at: Word, end: Word) -> Word:
         mode = modes >> (_U64(6) - kind - kind) & _THREE
         row: Word = kind
         log: Word = _U64(0)
-        if mode == zstdcodes.PREDEFINED_MODE:
+        if mode == rfc8878.PREDEFINED_MODE:
             row, log = kind + _U64(4), _PREDEFINED_LOGS[kind]
             if tables[row, 0] == 0:
                 for code in range(_NUM_PREDEFINED[kind]):
                     values[code] = _PREDEFINED[kind, code]
                 _build_table(values, _NUM_PREDEFINED[kind], log, kind, tables[row], work)
-        elif mode == zstdcodes.RLE_MODE:
+        elif mode == rfc8878.RLE_MODE:
             if at >= end or data[at] >= _NUM_CODES[kind]:
                 return _U64(0)
             tables[row, 0] = _CODES[kind, data[at]]
             at += _ONE
-        elif mode == zstdcodes.FSE_COMPRESSED_MODE:
+        elif mode == rfc8878.FSE_COMPRESSED_MODE:
             log, count, at = _read_distribution(data, at, end, kind, values)
             if log == 0:
                 return _U64(0)
@@ -251,7 +251,7 @@ def _read_weights(coded: Coded, at: Word, end: Word, weights: Words) -> Word:
 @part
 def _build_tree(weights: Words, count: Word, tree: NDArray[np.uint16], begins: Words) -> Word:
     """Fill a tree's table from all weights but the last (4.2.1.3); return its longest code's bits, 0 if they are wrong."""
-    most = _U64(zstdcodes.MAX_HUFFMAN_BITS)
+    most = _U64(rfc8878.MAX_HUFFMAN_BITS)
     for weight in range(most + _THREE):
         begins[weight] = _U64(0)
     total = _U64(0)
@@ -367,11 +367,11 @@ def read_literals(coded: Coded, at: Word, end: Word, most: Word) -> tuple[bool, 
     data, marks = coded.data, coded.marks
     head = load(data, at)
     kind, form = head & _THREE, head >> 2 & _THREE
-    if kind <= zstdcodes.RLE_LITERALS:
+    if kind <= rfc8878.RLE_LITERALS:
         size = (form + _THREE) >> 1 if form & _ONE else _ONE
         count = (head & ((_ONE << (size << 3)) - _ONE)) >> (3 if size == 1 else 4)
         at += size
-        step = _U64(kind == zstdcodes.RAW_LITERALS)
+        step = _U64(kind == rfc8878.RAW_LITERALS)
         stop = at + (count if step else _ONE)
         if stop > end or count > most:
             return False, stop, count
@@ -384,7 +384,7 @@ def read_literals(coded: Coded, at: Word, end: Word, most: Word) -> tuple[bool, 
     stop = at + (head >> (_U64(4) + width) & ((_ONE << width) - _ONE))
     if stop > end or count > most or count == 0 or at >= stop:
         return False, stop, count
-    if kind == zstdcodes.COMPRESSED_LITERALS:
+    if kind == rfc8878.COMPRESSED_LITERALS:
         marks[TREE_BITS], at = _read_tree(coded, at, stop)
     if marks[TREE_BITS] == 0 or at >= stop:
         return False, stop, count

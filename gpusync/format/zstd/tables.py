@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpusync.compiled import part
-from gpusync.format.zstdcodes import (
+from gpusync.format.zstd.rfc8878 import (
     DEFAULT_LITERAL_LENGTHS,
     DEFAULT_LITERAL_LENGTHS_LOG,
     DEFAULT_MATCH_LENGTHS,
