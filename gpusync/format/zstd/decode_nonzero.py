@@ -53,6 +53,7 @@ _BYTE, _LOW, _ALL = _U64(0xFF), _U64(0xFFFFFFFF), ~_U64(0)
 _KEY = _U64(NUM_KEYS - 1)
 _MOST_ENTRIES = _U64(NUM_KEYS - 16)
 _OFFSET = _U64((1 << 24) - 1)  # a recent offset is this and, from bit 24 on, its cursor
+_NEW = _U64(1 << 63)  # the cursor of an offset that was not there before
 _LAST = ~_U64(0xFF << 40)  # of an entry of a table: without bits of a next state
 _MAX_BITS = 57
 
@@ -137,10 +138,61 @@ def _next_state(entry: Word, word: Word) -> Word:
 
 
 @part
+def _take_recent(
+    value: Word, length: Word, first: Word, second: Word, third: Word
+) -> tuple[Word, Word, Word]:
+    """Return recent offsets after an offset value (3.1.1.5). Which one it is nobody can foretell: there is no branch."""
+    choice = value - _U64(length > 0)
+    if value > zstdcodes.REPEATED_OFFSETS or choice == 3:
+        offset = value - _THREE if value > 3 else (first & _OFFSET) - _ONE
+        return _NEW | min(offset, _OFFSET), first, second
+    not_first, not_second = _U64(0) - _U64(choice > 0), _U64(0) - _U64(choice > 1)
+    own = first ^ (first ^ second) & not_first ^ (second ^ third) & not_second
+    return own, second ^ (second ^ first) & not_first, third ^ (third ^ second) & not_second
+
+
+@part
+def _add_literals(room: Room, used: Word, length: Word, position: Word, count: Word) -> Word:
+    """Add a sequence's literals: two or fewer, mostly, and nobody can foretell how many. Return how many entries there are."""
+    literals, state = room.coded.literals, room.state
+    for ahead in range(_TWO):
+        value = _U64(literals[used + ahead])
+        room.keys[count & _KEY] = (position + ahead) << 8 | value
+        count += _U64(value != 0) & _U64(length > ahead)
+    if length > 2:
+        state[ENTRIES], state[POSITION] = count, position + _TWO
+        _add_bytes(room, literals, used + _TWO, used + length)
+        count = state[ENTRIES]
+    return count
+
+
+@part
+def _run_match(
+    room: Room, recent: Word, position: Word, length: Word, count: Word
+) -> tuple[Word, Word]:
+    """Add the entries in a match's source again; return its offset with the cursor then, and how many entries there are."""
+    keys, cursor, offset = room.keys, recent >> 24, recent & _OFFSET
+    source = position - offset
+    if keys[(count - _ONE) & _KEY] >= source << 8:
+        if recent >= _NEW:
+            cursor = _find(room, source, count)
+        for _ in range(2):
+            before = keys[cursor & _KEY] < source << 8
+            cursor += _U64(before) & _U64(cursor < count)
+        while cursor < count and keys[cursor & _KEY] < source << 8:
+            cursor += _ONE
+        if cursor < count and keys[cursor & _KEY] < (source + length) << 8:
+            cursor, count = _copy_entries(room, cursor, count, source + length, offset)
+    elif recent >= _NEW:
+        cursor = count
+    return cursor << 24 | offset, count
+
+
+@part
 def _run_sequences(room: Room, at: Word, end: Word, number: Word, num_literals: Word) -> Word:
     """Run a block's sequences (3.1.1.4); return how many literals they use, more than there are where anything is wrong."""
-    coded, state, keys = room.coded, room.state, room.keys
-    data, literals, marks = coded.data, coded.literals, coded.marks
+    coded, state = room.coded, room.state
+    data, marks = coded.data, coded.marks
     lengths, offsets = coded.tables[marks[ROW]], coded.tables[marks[ROW + 1]]
     matches = coded.tables[marks[ROW + 2]]
     bit, first = last_bit(data, end), at << 3
@@ -180,50 +232,18 @@ def _run_sequences(room: Room, at: Word, end: Word, number: Word, num_literals: 
         word >>= of_offset >> 40 & _BYTE
         match_state = _next_state(of_match, word)
         length_state = _next_state(of_length, word >> (of_match >> 40 & _BYTE))
-        # Recent offsets (3.1.1.5). Which one it is nobody can foretell, so there is no branch.
-        choice = value - _U64(length > 0)
-        fresh = value > 3 or choice == 3
-        if fresh:
-            offset = value - _THREE if value > 3 else (recent & _OFFSET) - _ONE
-            cursor, second, third = _U64(0), recent, second
-        else:
-            not_first, not_second = _U64(0) - _U64(choice > 0), _U64(0) - _U64(choice > 1)
-            own = recent ^ (recent ^ second) & not_first ^ (second ^ third) & not_second
-            third ^= (third ^ second) & not_second
-            second ^= (second ^ recent) & not_first
-            offset, cursor = own & _OFFSET, own >> 24
+        recent, second, third = _take_recent(value, length, recent, second, third)
+        offset = recent & _OFFSET
         if (
             used + length > num_literals
             or position + length + match > block_end
             or offset - _ONE >= min(position + length - begin, window)
         ):
             return _ALL
-        # Most sequences have two literals or fewer, and again nobody can foretell how many.
-        for ahead in range(_TWO):
-            value = _U64(literals[used + ahead])
-            keys[count & _KEY] = (position + ahead) << 8 | value
-            count += _U64(value != 0) & _U64(length > ahead)
-        if length > 2:
-            state[ENTRIES], state[POSITION] = count, position + _TWO
-            if not _add_bytes(room, literals, used + _TWO, used + length):
-                return _ALL
-            count = state[ENTRIES]
+        count = _add_literals(room, used, length, position, count)
         used += length
         position += length
-        source = position - offset
-        if keys[(count - _ONE) & _KEY] >= source << 8:
-            if fresh:
-                cursor = _find(room, source, count)
-            for _ in range(2):
-                before = keys[cursor & _KEY] < source << 8
-                cursor += _U64(before) & _U64(cursor < count)
-            while cursor < count and keys[cursor & _KEY] < source << 8:
-                cursor += _ONE
-            if cursor < count and keys[cursor & _KEY] < (source + match) << 8:
-                cursor, count = _copy_entries(room, cursor, count, source + match, offset)
-        elif fresh:
-            cursor = count
-        recent = cursor << 24 | offset
+        recent, count = _run_match(room, recent, position, match, count)
         position += match
     state[_RECENT], state[_RECENT + 1], state[_RECENT + 2] = recent, second, third
     state[POSITION], state[ENTRIES] = position, count
