@@ -23,7 +23,7 @@ from gpusync.format.framewalk import FrameWalker
 from gpusync.format.where import Where
 from gpusync.format.zstd.encode_runs import compress_runs
 from gpusync.format.zstd.nonzero import NonzeroReader
-from tests.unit.strategies import reads
+from tests.unit.strategies import fixed, reads
 
 Bytes = NDArray[np.uint8]
 
@@ -133,6 +133,7 @@ def test_full_content_is_left_to_libzstd(density: float) -> None:
     assert compress_runs(sparse(256 * KIB, density)) is None
 
 
+@fixed
 @given(
     nbytes=st.integers(1, 300) | st.integers(1000, 3 * BLOCK),
     density=st.sampled_from([0.0001, 0.001, 0.01, 0.05, 0.1, 0.2, 0.3]),
@@ -145,6 +146,7 @@ def test_any_sparse_content_is_read_by_every_decoder(
     check(sparse(nbytes, density, values, seed))
 
 
+@fixed
 @given(
     lengths=st.lists(st.integers(0, 20) | st.integers(0, 70_000), min_size=1, max_size=300),
     values=st.lists(st.integers(1, 255), min_size=1, max_size=20),
@@ -160,6 +162,7 @@ def test_any_runs_are_read_by_every_decoder(
     check(runs((lengths * repeats)[:upto], every, nbytes))
 
 
+@fixed
 @given(st.binary(min_size=1, max_size=2000), st.integers(0, 4000))
 def test_any_bytes_behind_zeros_are_read_by_every_decoder(data: bytes, before: int) -> None:
     check(np.frombuffer(bytes(before) + data, np.uint8))
@@ -345,6 +348,7 @@ def test_the_command_line_reads_them(tmp_path: Path) -> None:
 # ---- the compiled loop --------------------------------------------------------------------------------
 
 
+@pytest.mark.timeout(400)
 @pytest.mark.skipif("NUMBA_BOUNDSCHECK" in os.environ, reason="this is that run")
 def test_no_loop_reaches_out_of_its_arrays(repository: Path, tmp_path: Path) -> None:
     """The tests above once more, with every index checked."""

@@ -143,7 +143,7 @@ def _take_recent(
 ) -> tuple[Word, Word, Word]:
     """Return recent offsets after an offset value (3.1.1.5). Which one it is nobody can foretell: there is no branch."""
     choice = value - _U64(length > 0)
-    if value > zstdcodes.REPEATED_OFFSETS or choice == 3:
+    if value > rfc8878.REPEATED_OFFSETS or choice == 3:
         offset = value - _THREE if value > 3 else (first & _OFFSET) - _ONE
         return _NEW | min(offset, _OFFSET), first, second
     not_first, not_second = _U64(0) - _U64(choice > 0), _U64(0) - _U64(choice > 1)
