@@ -233,7 +233,6 @@ def test_blocks_that_a_read_cuts_wait_for_the_rest() -> None:
     assert decode(blob, len(content)) == content
 
 
-@fixed
 @given(
     kind=st.sampled_from(KINDS),
     nbytes=st.integers(1, 200_000),
@@ -265,7 +264,6 @@ def test_any_content_and_framing_decodes_as_libzstd_has_it(
     assert decode(blob, nbytes, piece=piece) == content
 
 
-@fixed
 @given(blobs())
 @fixed
 def test_frames_of_any_kind_are_taken_or_left(made: tuple[bytes, bytes]) -> None:
