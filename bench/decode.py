@@ -25,6 +25,7 @@ from rounds import Case, run_rounds, spread
 from stream import FRAMINGS, make_stream
 
 from gpusync.config import Settings
+from gpusync.format.decode_xor import loops
 from gpusync.format.encodings import open_layer
 from gpusync.format.frames import MAX_WINDOW
 from gpusync.format.where import Where
@@ -32,7 +33,7 @@ from gpusync.types import ENCODINGS
 
 FULL = Sizes(model_nbytes=256_000_000, density=0.01, rounds=5)
 SMOKE = Sizes(model_nbytes=6_000_000, density=0.01, rounds=1)
-DENSITIES = (0.0005, 0.01, 0.05)
+DENSITIES = (0.0005, 0.002, 0.01, 0.05)
 _EXCLUSIONS = (
     "files, digests, and the walk of a plain receiver, which has none; sparse payloads over 4 MiB go through a"
     " temporary file in ours, and through memory in the baseline"
@@ -165,6 +166,7 @@ def _nothing(*_: Any) -> None:
 def main() -> None:
     args, sizes = parse_args("Decoding, by encoding, framing and density.", FULL, SMOKE)
     densities = [sizes.density] if args.smoke else DENSITIES
+    loops.load()
     sections = []
     for encoding in ENCODINGS:
         with workspace(args.temp_dir) as root:
