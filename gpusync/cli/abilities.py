@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from gpusync.format.decode_xor import loops
 from gpusync.types import Report
 
 
@@ -49,6 +50,7 @@ def find_abilities(packages: Mapping[str, str | None], cuda: Cuda) -> tuple[Abil
     """
     return (
         Ability("checkpoints on disk, and models on the CPU"),
+        _compiled(packages),
         _of_packages("versions with blake3 digests", "blake3", packages, ("blake3",)),
         _of_packages(
             "gpusync serve, and metrics",
@@ -86,6 +88,17 @@ def _of_packages(
 ) -> Ability:
     missing = tuple(package for package in needed if packages[package] is None)
     return Ability(name, missing, pip_command(extra) if missing else None)
+
+
+def _compiled(packages: Mapping[str, str | None]) -> Ability:
+    name = "both at full speed, by compiled loops"
+    if packages["numba"] is None:
+        return Ability(name, ("numba",), "pip install numba")
+    if loops.are_kept():
+        return Ability(name)
+    return Ability(
+        name, ("they were not compiled on this machine yet",), "gpusync warmup --device cpu"
+    )
 
 
 def _on_cuda(packages: Mapping[str, str | None], cuda: Cuda) -> Ability:

@@ -53,8 +53,12 @@ class _Loops:
             is_more = self._next_nbytes == _COMPILED_AFTER_NBYTES
             if is_much:
                 self._next_nbytes = _NEVER if is_more else _COMPILED_AFTER_NBYTES
-        if is_much and (is_more or are_kept(xor_nonzero.__module__)):
+        if is_much and (is_more or self.are_kept()):
             self.load()
+
+    def are_kept(self) -> bool:
+        """Return whether they were compiled on this machine."""
+        return are_kept(xor_nonzero.__module__)
 
     def load(self) -> None:
         """Load the loops, and compile them where they never were on this machine."""

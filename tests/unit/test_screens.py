@@ -14,7 +14,7 @@ from gpusync.cli.survey import Survey, VersionRow, survey
 from tests import driver, wire
 
 HERE = dict.fromkeys(
-    ("blake3", "prometheus-client", "starlette", "uvicorn", "cupy", "nvcomp"), "1.0"
+    ("numba", "blake3", "prometheus-client", "starlette", "uvicorn", "cupy", "nvcomp"), "1.0"
 )
 
 
@@ -126,9 +126,18 @@ def cuda_of(abilities: tuple[Ability, ...]) -> Ability:
     return next(one for one in abilities if one.name == "models on CUDA devices")
 
 
-def test_what_is_complete_has_nothing_to_install() -> None:
+def test_what_is_complete_has_nothing_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(abilities.loops, "are_kept", lambda: True)
     every = find_abilities(HERE, Cuda("12", "570.1", None))
-    assert [one for one in every[:4] if one.missing or one.install] == []
+    assert [one for one in every[:5] if one.missing or one.install] == []
+
+
+def test_loops_that_were_not_compiled_are_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(abilities.loops, "are_kept", lambda: False)
+    found = find_abilities(HERE, Cuda("12", "570.1", None))[1]
+    assert found.missing and found.install == "gpusync warmup --device cpu"
+    without = find_abilities({**HERE, "numba": None}, Cuda("12", "570.1", None))[1]
+    assert without.missing == ("numba",)
 
 
 @pytest.mark.parametrize("major", ["12", "13"])
@@ -180,5 +189,7 @@ def test_the_screen_names_command_and_folder(
     assert "yes  checkpoints on disk" in out
     assert len(out.splitlines()) <= 24
     reasons = [line for line in out.splitlines() if line.startswith("     ")]
-    reasons = [line for line in reasons if not line.strip().startswith(("pip ", "apt-get "))]
+    reasons = [
+        line for line in reasons if not line.strip().startswith(("pip ", "apt-get ", "gpusync "))
+    ]
     assert reasons and all(len(line) <= 80 for line in reasons)
