@@ -9,6 +9,7 @@ The loops are loaded once a process has had so much to decode that they are like
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 
@@ -25,6 +26,7 @@ Bytes = NDArray[np.uint8]
 
 # Decoded and XORed in at a time: a quarter of a common L2 cache.
 _DELTA_NBYTES = 1 << 19
+_log = logging.getLogger(__name__)
 _local = threading.local()
 # Content that is decoded before the loops are loaded from numba's cache, or compiled for it, which takes some tenths of a second
 # and some ten seconds: about as much as they would have saved on it.
@@ -53,8 +55,15 @@ class _Loops:
             is_more = self._next_nbytes == _COMPILED_AFTER_NBYTES
             if is_much:
                 self._next_nbytes = _NEVER if is_more else _COMPILED_AFTER_NBYTES
-        if is_much and (is_more or self.are_kept()):
-            self.load()
+        if not is_much:
+            return
+        try:
+            if is_more or self.are_kept():
+                self.load()
+        except Exception as err:  # whatever numba says: nobody waits for these loops
+            _log.warning(
+                "nearly empty blobs are decoded by libzstd, for loops cannot be compiled: %r", err
+            )
 
     def are_kept(self) -> bool:
         """Return whether they were compiled on this machine."""

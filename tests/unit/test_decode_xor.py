@@ -159,6 +159,23 @@ def test_the_loops_are_loaded_or_compiled_when_much_was_asked_for(
     assert loaded.index(True) == (10 if kept else 20)
 
 
+def test_where_loops_cannot_be_loaded_libzstd_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(module: str) -> bool:
+        raise ImportError("numba needs another numpy")
+
+    monkeypatch.setattr(decode_xor, "are_kept", broken)
+    monkeypatch.setattr(decode_xor, "loops", decode_xor._Loops())
+    monkeypatch.setattr(decode_xor, "_COMPILED_AFTER_NBYTES", 1 << 60)
+    decode_xor.loops.ask(300 * MIB)
+    delta = nearly_empty(MIB)
+    blob = compress(delta.tobytes())
+    assert decoder_of(open_(blob, delta.size)) == "libzstd"
+    assert np.array_equal(applied(blob, np.zeros_like(delta), MIB), delta)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
 def test_a_blob_that_is_read_again_is_held_against_its_digest_once(tmp_path: Path) -> None:
     base, source, local = tmp_path / "base", tmp_path / "source", tmp_path / "local"
     base.mkdir()
