@@ -326,6 +326,8 @@ def warmup(
     as_json: AsJson = False,
 ) -> int:
     """Load and compile what the first update would otherwise wait for."""
+    if not as_json:
+        console.print_note("compiling what this machine has not kept yet: up to half a minute")
     gpusync.warmup(device.value)
     message = f"device {device.value} is warm"
     if as_json:
