@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
+import sys
 import threading
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import FunctionType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, ParamSpec, TypeGuard, TypeVar, cast
 
 _log = logging.getLogger(__name__)
@@ -88,10 +90,11 @@ class _Loop:
 
     def compile(self) -> Callable[..., Any]:
         """Return the machine code, made now if it was not."""
-        with _lock:
-            if self._made is None:
-                self._made = self._compile()
-            return self._made
+        if self._made is None:
+            with _lock:
+                if self._made is None:
+                    self._made = self._compile()
+        return self._made
 
     def is_kept(self) -> bool:
         """Return whether numba's cache holds machine code by this loop's name."""
@@ -122,16 +125,17 @@ class _Loop:
 
 
 def _with_parts(loop: FunctionType) -> FunctionType:
-    """Return a loop as numba should see it: the parts that it calls are numba's.
+    """Return a loop as numba should see it: the parts that it calls are numba's, and its name says what it was compiled from.
 
-    numba's cache is void where the loop's own file has changed. As parts may be of others, all their content is in the name.
+    numba's cache asks whether the loop's own file has changed. The name holds what else machine code depends on: parts and
+    constants of other files, as they were imported, the versions of numba and Python, and the processor.
     """
     made: dict[FunctionType, Any] = {}
     linked = _linked(loop, made)
-    if made:
-        files = {function.__code__.co_filename for function in (loop, *made)}
-        content = b"".join(Path(file).read_bytes() for file in sorted(files))
-        linked.__name__ = linked.__qualname__ = f"{loop.__name__}_{zlib.crc32(content):08x}"
+    facts = [_machine(), *(fact for function in (loop, *made) for fact in _facts(function))]
+    linked.__name__ = linked.__qualname__ = (
+        f"{loop.__name__}_{zlib.crc32(repr(facts).encode()):08x}"
+    )
     return linked
 
 
@@ -151,3 +155,32 @@ def _linked(function: FunctionType, made: dict[FunctionType, Any]) -> FunctionTy
 
 def _is_part(value: object) -> TypeGuard[FunctionType]:
     return isinstance(value, FunctionType) and value in _parts
+
+
+def _facts(function: FunctionType) -> Iterator[object]:
+    """Yield what a function's machine code depends on: its code, and the values that it finds by name."""
+    import numpy as np
+
+    code, known = function.__code__, function.__globals__
+    yield code.co_code
+    yield [const for const in code.co_consts if not isinstance(const, CodeType)]
+    modules = [value for value in known.values() if isinstance(value, ModuleType)]
+    for name in code.co_names:
+        for value in (known.get(name), *(getattr(module, name, None) for module in modules)):
+            if isinstance(value, (np.ndarray, np.generic)):
+                yield name, str(value.dtype), value.shape, value.tobytes()
+            elif isinstance(value, (bool, int, float, str)):
+                yield name, value
+            elif isinstance(value, type):
+                yield name, getattr(value, "_fields", None)
+
+
+@functools.cache
+def _machine() -> tuple[object, ...]:
+    """Return what machine code depends on beside its source."""
+    import numba
+    from llvmlite import binding  # type: ignore[import-untyped]
+
+    processor = binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten()
+    asked = os.environ.get("NUMBA_CPU_NAME"), os.environ.get("NUMBA_CPU_FEATURES")
+    return numba.__version__, sys.version_info[:2], processor, asked

@@ -94,8 +94,11 @@ def _compiled(packages: Mapping[str, str | None]) -> Ability:
     name = "both at full speed, by compiled loops"
     if packages["numba"] is None:
         return Ability(name, ("numba",), "pip install numba")
-    if loops.are_kept():
-        return Ability(name)
+    try:
+        if loops.are_kept():
+            return Ability(name)
+    except Exception as err:  # whatever numba says
+        return Ability(name, (f"numba does not work here: {err!r}",))
     return Ability(
         name, ("they were not compiled on this machine yet",), "gpusync warmup --device cpu"
     )

@@ -45,7 +45,7 @@ class _Loops:
         self.loaded = False
 
     def ask(self, nbytes: int) -> None:
-        """Count content that is about to be decoded, and load the loops where it has become much.
+        """Count nearly empty content that is about to be decoded, and load the loops where it has become much.
 
         The thread that happens to ask loads them; the others decode as before meanwhile.
         """
@@ -61,6 +61,7 @@ class _Loops:
             if is_more or self.are_kept():
                 self.load()
         except Exception as err:  # whatever numba says: nobody waits for these loops
+            self._next_nbytes = _NEVER
             _log.warning(
                 "nearly empty blobs are decoded by libzstd, for loops cannot be compiled: %r", err
             )
@@ -100,9 +101,11 @@ def open_xor(
             )
         )
 
+    if blob_nbytes > nbytes * NEARLY_EMPTY:
+        return open_dense()
     if not loops.loaded:
         loops.ask(nbytes)
-    if not loops.loaded or blob_nbytes > nbytes * NEARLY_EMPTY:
+    if not loops.loaded:
         return open_dense()
     reader = NonzeroReader(
         begin_reading(),

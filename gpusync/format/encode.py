@@ -15,6 +15,8 @@ the pieces; the one-call functions are the same with one piece.
 
 from __future__ import annotations
 
+import functools
+import logging
 import struct
 import threading
 from collections.abc import Sequence
@@ -25,6 +27,7 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
+from gpusync.compiled import compile_loops
 from gpusync.errors import ChainError
 from gpusync.format.zstd.encode_runs import compress_runs
 from gpusync.types import Encoding
@@ -38,6 +41,7 @@ MAX_FRAME_BYTES = 1 << 20
 SEEK_TABLE_MAGIC = 0x184D2A5E
 SEEKABLE_MAGIC = 0x8F92EAB1
 
+_log = logging.getLogger(__name__)
 _local = threading.local()
 
 
@@ -175,6 +179,17 @@ def compress_frames(
         EncodedFrame((by_runs and compress_runs(piece)) or compress_single(piece.data), piece.size)
         for piece in pieces
     ]
+
+
+@functools.cache
+def can_make_runs() -> bool:
+    """Return whether the encoder of runs is there; it is compiled now where it never was. What it lacks is in the log."""
+    try:
+        compile_loops(compress_runs.__module__)
+    except Exception as err:  # whatever numba says: libzstd does as well
+        _log.warning("deltas are compressed by libzstd, for loops cannot be compiled: %r", err)
+        return False
+    return True
 
 
 def build_seek_table(frames: Sequence[EncodedFrame]) -> bytes:

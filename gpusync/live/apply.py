@@ -173,6 +173,9 @@ def warmup(device: str = "auto") -> None:
     MissingDependencyError
         The device is not supported here.
     """
+    import gpusync.format.encode_rows
+    import gpusync.format.zstd.encode_runs  # noqa: F401  (a host may publish as well)
+
     compile_loops()
     warm_up_device(device)
 

@@ -28,6 +28,7 @@ from gpusync.format.encode import (
     Changes,
     EncodedFrame,
     build_sparse_payload,
+    can_make_runs,
     check_overwrite_nbytes,
     compress_frames,
     compress_single,
@@ -105,8 +106,13 @@ class DeltaOptions:
     by_runs: bool = False
 
     def of_checkpoint(self, nbytes: int) -> DeltaOptions:
-        """Return these options for a checkpoint of so many bytes: it alone decides, so that the same steps make the same blobs."""
-        return replace(self, by_runs=nbytes >= _LARGE_CHECKPOINT_NBYTES)
+        """Return these options for a version of a checkpoint of so many bytes.
+
+        That size alone decides, where loops can be compiled: the same steps make the same blobs.
+        """
+        is_wanted = self.encoding == "xor" and self.framing == "seekable"
+        by_runs = is_wanted and nbytes >= _LARGE_CHECKPOINT_NBYTES and can_make_runs()
+        return replace(self, by_runs=by_runs)
 
     @property
     def block_nbytes(self) -> int:

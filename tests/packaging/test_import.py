@@ -52,7 +52,7 @@ def test_pulling_and_verifying_on_disk_load_no_torch(repository: Path, tmp_path:
     ("encoding", "loaded"),
     [("xor", False), ("overwrite", False), ("xor_sparse", False), ("xor_rows", True)],
 )
-def test_only_a_pull_of_xor_rows_loads_numba(
+def test_a_small_pull_loads_numba_for_xor_rows_alone(
     repository: Path, tmp_path: Path, encoding: str, loaded: bool
 ) -> None:
     base, published, _ = support.make_stream(tmp_path, versions=1, encoding=encoding)
@@ -62,6 +62,22 @@ def test_only_a_pull_of_xor_rows_loads_numba(
         "print('numba' in sys.modules)"
     )
     assert run_python(code, repository) == str(loaded)
+
+
+def test_warmup_compiles_every_loop(repository: Path) -> None:
+    code = (
+        "import gpusync, gpusync.compiled as c\n"
+        "c._Loop.compile = lambda loop: None\n"
+        "gpusync.warmup('cpu')\n"
+        "print(*sorted({loop.module for loop in c._loops}))"
+    )
+    sources = (repository / "gpusync").rglob("*.py")
+    with_loops = [path for path in sources if "\n@compiled(" in path.read_text()]
+    modules = sorted(
+        ".".join(path.relative_to(repository).with_suffix("").parts) for path in with_loops
+    )
+    assert len(modules) > 5
+    assert run_python(code, repository).split() == modules
 
 
 @pytest.mark.parametrize(

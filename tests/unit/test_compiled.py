@@ -91,3 +91,42 @@ def test_a_change_in_a_part_of_another_file_has_the_loop_compiled_anew(tmp_path:
     (tmp_path / "halving.py").write_text(part.format("* numpy.uint64(3)"))
     done = _run(tmp_path, cache)
     assert (done.returncode, done.stdout) == (0, "60\n"), done.stderr
+
+
+def test_a_change_in_a_constant_of_another_file_has_the_loop_compiled_anew(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    moved = _MODULE.replace("word << numpy.uint64(1)", "word << steps.COUNT")
+    (tmp_path / "loop.py").write_text(f"import steps\n{moved}")
+    for count, total in ((1, 10), (3, 40)):
+        (tmp_path / "steps.py").write_text(f"import numpy\nCOUNT = numpy.uint64({count})\n")
+        done = _run(tmp_path, cache)
+        assert (done.returncode, done.stdout) == (0, f"{total}\n"), done.stderr
+
+
+def test_what_is_compiled_after_its_files_were_replaced_is_not_taken_for_the_new(
+    tmp_path: Path,
+) -> None:
+    cache = tmp_path / "cache"
+    moved = _MODULE.replace("@part\ndef halved(word):\n    return word >> numpy.uint64(1)\n", "")
+    (tmp_path / "loop.py").write_text(f"from halving import halved\n{moved}")
+    old, new = (
+        f"import numpy\nfrom gpusync.compiled import part\n@part\ndef halved(word): return word {rest}\n"
+        for rest in (">> numpy.uint64(1)", "* numpy.uint64(3)")
+    )
+    (tmp_path / "halving.py").write_text(old)
+    replaced = f"import loop, numpy; open({str(tmp_path / 'halving.py')!r}, 'w').write({new!r});"
+    _check(_run(tmp_path, cache, f"{replaced} {_CALL.partition(';')[2]}"))
+    done = _run(tmp_path, cache)
+    assert (done.returncode, done.stdout) == (0, "60\n"), done.stderr
+
+
+def test_machine_code_for_another_processor_is_not_kept_for_this_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "cache"
+    (tmp_path / "loop.py").write_text(_MODULE)
+    monkeypatch.setenv("NUMBA_CPU_NAME", "generic")
+    _check(_run(tmp_path, cache))
+    assert _run(tmp_path, cache, _IS_KEPT).stdout == "True\n"
+    monkeypatch.delenv("NUMBA_CPU_NAME")
+    assert _run(tmp_path, cache, _IS_KEPT).stdout == "False\n"

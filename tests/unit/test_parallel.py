@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 
 import pytest
 
+from gpusync.folding import parallel
 from gpusync.folding.parallel import run_parallel
 
 _SMALL, _LARGE = 1 << 10, 1 << 20
@@ -39,10 +41,25 @@ def test_large_items_meet_on_several_threads_and_the_largest_are_begun_first() -
     assert sorted(begun[:2]) == [3 * _LARGE, 4 * _LARGE]
 
 
-def test_small_items_are_one_threads() -> None:
+def test_small_items_are_one_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel, "_MOSTLY_WAITING", 1.0)  # for the processor is no waiting
     sizes = [_SMALL] * 40 + [_LARGE] * 3
     done = run_parallel(lambda nbytes: (nbytes, threading.get_ident()), sizes, 4, _same)
     assert len({thread for nbytes, thread in done if nbytes == _SMALL}) == 1
+
+
+def test_small_items_that_wait_are_shared_out() -> None:
+    meeting = threading.Barrier(3, timeout=60)
+    begun = itertools.count()
+
+    def work(nbytes: int) -> int:
+        if next(begun) < 64:
+            time.sleep(0.001)
+        else:
+            meeting.wait()  # one thread alone would wait for ever
+        return threading.get_ident()
+
+    assert len(set(run_parallel(work, [_SMALL] * 94, 3, _same))) == 3
 
 
 def test_an_error_stops_the_small_items_too() -> None:

@@ -30,6 +30,7 @@ from gpusync.errors import (
     CheckpointIOError,
     VersionConflictError,
 )
+from gpusync.format import encode
 from gpusync.format.index import MANIFEST_NAME, parse_manifest
 from gpusync.published.source import Source
 from gpusync.publisher import diff
@@ -1014,3 +1015,27 @@ def test_golden_streams_are_written_as_the_trainers_wrote_them(tmp_path: Path, s
             assert zstandard.ZstdDecompressor().decompress(blob) == decode_blob(
                 their_blobs[name][2]
             )
+
+
+def test_where_loops_cannot_be_compiled_libzstd_makes_the_frames(
+    tmp_path: Path,
+    base_dir: Path,
+    states: list[Tensors],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def broken(module: str) -> None:
+        raise ImportError("numba needs another numpy")
+
+    monkeypatch.setattr(diff, "_LARGE_CHECKPOINT_NBYTES", 0)
+    monkeypatch.setattr(encode, "compile_loops", broken)
+    encode.can_make_runs.cache_clear()
+    try:
+        publish_steps(tmp_path / "source", base_dir, states[1:])
+    finally:
+        encode.can_make_runs.cache_clear()
+    tensors = read_tensors(base_dir)
+    for version in (1, 2, 3):
+        tensors = apply_version(tensors, tmp_path / "source", version)
+    assert tensors == states[3]
+    assert sum("libzstd" in record.message for record in caplog.records) == 1
