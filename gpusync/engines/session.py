@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator
@@ -9,6 +10,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from threading import Thread
 from typing import Any, Literal, Protocol
+from weakref import WeakSet
 
 import torch
 
@@ -23,6 +25,9 @@ from gpusync.types import AttachReport, UpdateReport
 log = logging.getLogger(__name__)
 
 Phase = Literal["idle", "preparing", "prepared", "committed"]
+
+_background: WeakSet[Thread] = WeakSet()
+_END_SECONDS = 5.0
 
 
 class Mount(Protocol):
@@ -142,7 +147,9 @@ class Session:
             raise PlacementError("attach the model before an update is prepared in the background")
         job = Future[Update]()
         if background:
-            Thread(target=_run, args=(job, build), name="gpusync-prepare", daemon=True).start()
+            thread = Thread(target=_run, args=(job, build), name="gpusync-prepare", daemon=True)
+            thread.start()
+            _background.add(thread)
         else:
             _run(job, build)
             job.result()
@@ -251,6 +258,17 @@ def _run(job: Future[Update], build: Callable[[], Update]) -> None:
         job.set_result(build())
     except BaseException as err:
         job.set_exception(err)
+
+
+@atexit.register
+def _end_background() -> None:
+    """Let updates that are being prepared end, where they can.
+
+    Python stops daemon threads in its own way, and one that is in torch's code then aborts the process. They end soon: no pool
+    takes tasks any more. One that waits for a mount or for other ranks is left alone.
+    """
+    for thread in list(_background):
+        thread.join(_END_SECONDS)
 
 
 @contextmanager
