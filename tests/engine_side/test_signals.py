@@ -17,7 +17,7 @@ from tests.warm import Ended, Warm
 
 # Prints a line for each thing that it can still say, the last one where it stands.
 ENGINE = """
-import json, os, signal, sys, threading
+import json, os, signal, sys, threading, time
 from pathlib import Path
 import gpusync
 from gpusync import fsio
@@ -57,6 +57,10 @@ def progress(event):
     if calls == 2:
         calls += 1
         terminate()
+
+def serve():
+    while True:  # a signal that comes just before a lock is waited for would be seen only once that is over
+        time.sleep(0.05)
 
 class Mount:
     def model(self):
@@ -98,12 +102,12 @@ try:
     elif where == "thread":
         # Not joined: CPython up to 3.12 takes a thread for ended once a signal's exception ends a join.
         threading.Thread(target=run).start()
-        threading.Event().wait()
+        serve()
     else:
         session = Session(Mount())
         session.attach(local)
         session.prepare(source, 2, local, base, background=True, device=device, progress=progress)
-        threading.Event().wait()
+        serve()
     print(json.dumps("not stopped"))
 finally:
     held = {name: data.hex() for name, data in live.bytes_of(model).items()}
