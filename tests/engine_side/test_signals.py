@@ -20,6 +20,7 @@ ENGINE = """
 import json, os, signal, sys, threading, time
 from pathlib import Path
 import gpusync
+import torch
 from gpusync import fsio
 from gpusync.engines.session import Session
 from gpusync.host.changes import RegionChanges
@@ -64,6 +65,11 @@ def serve():
 
 class Mount:
     def model(self):
+        if stage == "torch" and threading.current_thread().name == "gpusync-prepare":
+            terminate()
+            some, end = torch.zeros(4096), time.monotonic() + 0.5
+            while time.monotonic() < end:
+                some.add_(1)
         return model
 
     def load_weights(self, weights):
@@ -176,7 +182,7 @@ def test_sigterm_while_another_thread_updates_does_not_hang_the_exit(
     check_nothing_is_left(stream)
 
 
-@pytest.mark.parametrize("stage", ["materialize", "decode"])
+@pytest.mark.parametrize("stage", ["materialize", "decode", "torch"])
 def test_sigterm_while_an_engine_prepares_in_the_background_ends_it_as_the_handler_says(
     warm: Warm, stream: wire.Stream, stage: str
 ) -> None:
