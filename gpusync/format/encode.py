@@ -175,9 +175,10 @@ def compress_frames(
         payload[begin : begin + frame_bytes]
         for begin in range(0, max(payload.size, 1), frame_bytes)
     ]
+    made = compress_runs(payload, frame_bytes) if by_runs and payload.size else [None] * len(pieces)
     return [
-        EncodedFrame((by_runs and compress_runs(piece)) or compress_single(piece.data), piece.size)
-        for piece in pieces
+        EncodedFrame(frame or compress_single(piece.data), piece.size)
+        for frame, piece in zip(made, pieces, strict=True)
     ]
 
 

@@ -13,11 +13,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import numpy as np
+import zstandard
 
 from gpusync.errors import BaseMismatchError
 from gpusync.folder.files import OpenFiles
@@ -28,25 +28,19 @@ from gpusync.format.encode import (
     Changes,
     EncodedFrame,
     build_sparse_payload,
-    can_make_runs,
     check_overwrite_nbytes,
-    compress_frames,
     compress_single,
     find_changes,
     join_frames,
     new_compressor,
 )
-from gpusync.format.encode_rows import encode_rows
-from gpusync.format.rows import BAND_NBYTES
-from gpusync.types import Algorithm, Digest, Encoding, Framing
+from gpusync.publisher.delta_options import DeltaOptions
+from gpusync.types import Digest
 
 IN_FLIGHT_NBYTES = 64 << 20
 """Bytes of tensors that are being worked on at once, where one tensor alone is not more than that."""
 IN_FLIGHT_TENSORS = 512
 
-_BLOCK_NBYTES = 1 << 20
-# The encoder of runs is compiled once on a machine, for some ten seconds: small models are published before.
-_LARGE_CHECKPOINT_NBYTES = 256 << 20
 # Handing a task to another thread and waiting for it costs more than the work on a tensor of this size.
 _SMALL_NBYTES = 64 << 10
 _local = threading.local()
@@ -87,51 +81,6 @@ class FileBytes:
         shard = self._shard
         self._files.read_into(shard.path, scratch.data, self._offset + offset, shard.stamp)
         return scratch
-
-
-@dataclass(frozen=True, slots=True)
-class DeltaOptions:
-    """How deltas are written.
-
-    Parameters
-    ----------
-    by_runs
-        Frames of xor are made by the encoder of runs (format/zstd/encode_runs.py) and not by libzstd.
-    """
-
-    encoding: Encoding
-    algorithm: Algorithm
-    framing: Framing
-    frame_bytes: int
-    by_runs: bool = False
-
-    def of_checkpoint(self, nbytes: int) -> DeltaOptions:
-        """Return these options for a version of a checkpoint of so many bytes.
-
-        That size alone decides, where loops can be compiled: the same steps make the same blobs.
-        """
-        is_wanted = self.encoding == "xor" and self.framing == "seekable"
-        by_runs = is_wanted and nbytes >= _LARGE_CHECKPOINT_NBYTES and can_make_runs()
-        return replace(self, by_runs=by_runs)
-
-    @property
-    def block_nbytes(self) -> int:
-        """Bytes of a block: whole frames, or one band of xor_rows."""
-        if self.encoding == "xor_rows":
-            return BAND_NBYTES
-        return max(1, _BLOCK_NBYTES // self.frame_bytes) * self.frame_bytes
-
-    @property
-    def blob_framing(self) -> Framing:
-        """How blobs are framed: that of xor is the caller's choice, that of the others their encoding's."""
-        if self.encoding == "xor":
-            return self.framing
-        return "seekable" if self.encoding == "xor_rows" else "single"
-
-    @property
-    def is_stream(self) -> bool:
-        """True where a tensor's blocks are compressed into one frame as they come."""
-        return self.encoding == "xor" and self.framing == "single"
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,18 +185,7 @@ class TensorDiff:
             if self._options.is_stream:
                 stream = new_compressor().compressobj(size=self.nbytes)
             for number in self._numbers:  # each goes to one thread
-                delta = self._read(number)
-                is_changed = bool(delta.max())  # numpy's any() takes six times as long
-                if is_changed:
-                    self._changed = True
-                if stream is not None:
-                    self._parts[number] = stream.compress(delta.data)
-                elif self._parts[number] is None:
-                    self._parts[number] = (
-                        _encode(self._options, delta)
-                        if is_changed
-                        else _encode_zeros(self._options, delta.size)
-                    )
+                self._encode(number, self._read(number), stream)
             if stream is not None and self._changed:
                 self._parts.append(stream.flush())
             with self._lock:
@@ -286,6 +224,24 @@ class TensorDiff:
                 self._is_read.set()
         return delta
 
+    def _encode(
+        self, number: int, delta: Bytes, stream: zstandard.ZstdCompressionObj | None
+    ) -> None:
+        """Add what becomes of a block's delta, and see whether anything changed in it."""
+        options = self._options
+        if options.by_runs:  # the encoder looks at every byte anyway
+            frames = self._parts[number] = options.encode(delta)
+            is_changed = frames != options.encode_zeros(delta.size)
+        else:
+            is_changed = bool(delta.max())  # numpy's any() takes six times as long
+            if stream is not None:
+                self._parts[number] = stream.compress(delta.data)
+            elif options.blob_framing == "seekable":
+                encode = options.encode(delta) if is_changed else options.encode_zeros(delta.size)
+                self._parts[number] = encode
+        if is_changed:
+            self._changed = True
+
     def _finish(self) -> TensorDelta:
         if self._old_hasher is not None:
             got = self._old_hasher.digest()
@@ -310,19 +266,6 @@ class TensorDiff:
             return b"".join(part for part in self._parts if isinstance(part, bytes))
         changes = [part for part in self._parts if isinstance(part, Changes)]
         return compress_single(build_sparse_payload(options.encoding, changes))
-
-
-def _encode(options: DeltaOptions, delta: Bytes) -> list[EncodedFrame]:
-    """Return a block's frames."""
-    if options.encoding == "xor_rows":
-        return encode_rows(delta)
-    return compress_frames(delta, options.frame_bytes, by_runs=options.by_runs)
-
-
-@lru_cache(maxsize=16)
-def _encode_zeros(options: DeltaOptions, nbytes: int) -> list[EncodedFrame]:
-    """Return the frames of a block in which nothing changed: experts that a step did not reach have many."""
-    return _encode(options, np.zeros(nbytes, np.uint8))
 
 
 def diff_tensors(

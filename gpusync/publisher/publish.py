@@ -11,16 +11,15 @@ import os
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from gpusync.errors import ChainError, VersionConflictError
 from gpusync.folder.files import OpenFiles
-from gpusync.format.digest import new_hasher
-from gpusync.format.encode import MAX_FRAME_BYTES, MIN_FRAME_BYTES
 from gpusync.format.index import MAX_RUN_ID_CHARS, is_run_id
 from gpusync.placement.tensors import tensor_bytes
 from gpusync.published.source import Source, SourceVersion
-from gpusync.publisher.diff import ArrayBytes, DeltaOptions, FileBytes, TensorDiff
+from gpusync.publisher.delta_options import DeltaOptions, checked_options
+from gpusync.publisher.diff import ArrayBytes, FileBytes, TensorDiff
 from gpusync.publisher.publication import callers_errors
 from gpusync.publisher.recovery import recover_tensors
 from gpusync.publisher.standing import (
@@ -34,12 +33,9 @@ from gpusync.publisher.standing import (
 )
 from gpusync.publisher.state import StateStore, StateWriter
 from gpusync.publisher.version_writer import PublishReport, write_delta, write_full
-from gpusync.types import ALGORITHMS, ENCODINGS, Framing, ProgressCallback
+from gpusync.types import ProgressCallback
 
 __all__ = ["PublishReport", "Publisher", "publish_checkpoint"]
-
-FRAMINGS: tuple[Framing, ...] = ("seekable", "single")
-_Choice = TypeVar("_Choice", bound=str)
 
 COPIED_NBYTES = 1 << 20
 """Tensors up to this size are copied, so that several can be in work at once; larger ones are read where they are."""
@@ -89,7 +85,7 @@ class Publisher:
         frame_bytes: int = 262144,
         run_id: str | None = None,
     ) -> None:
-        self._options = _delta_options(encoding, checksum, framing, frame_bytes)
+        self._options = checked_options(encoding, checksum, framing, frame_bytes)
         self._source_dir = Path(os.path.abspath(source_dir))
         self._base_dir = Path(os.path.abspath(base_dir))
         default = self._source_dir.with_name(self._source_dir.name + ".publisher")
@@ -323,7 +319,7 @@ def publish_checkpoint(
         An option is not one of its values.
     """
     start = time.monotonic()
-    options = _delta_options(encoding, checksum, framing, frame_bytes)
+    options = checked_options(encoding, checksum, framing, frame_bytes)
     run_id = _checked_run_id(run_id)
     with open_source(Path(os.path.abspath(source_dir))) as source:
         newest = open_newest(source)
@@ -359,25 +355,3 @@ def _checked_run_id(run_id: str | None) -> str | None:
     if run_id is not None and not is_run_id(run_id):
         raise ValueError(f"run_id is not printable text of 1 to {MAX_RUN_ID_CHARS} characters")
     return run_id
-
-
-def _delta_options(encoding: str, checksum: str, framing: str, frame_bytes: int) -> DeltaOptions:
-    if not MIN_FRAME_BYTES <= frame_bytes <= MAX_FRAME_BYTES:
-        raise ValueError(
-            f"frame_bytes is {frame_bytes}, not {MIN_FRAME_BYTES} to {MAX_FRAME_BYTES}"
-        )
-    algorithm = _choice("checksum", checksum, ALGORITHMS)
-    new_hasher(algorithm)  # an absent package shows before any work
-    return DeltaOptions(
-        _choice("encoding", encoding, ENCODINGS),
-        algorithm,
-        _choice("framing", framing, FRAMINGS),
-        frame_bytes,
-    )
-
-
-def _choice(what: str, value: str, choices: tuple[_Choice, ...]) -> _Choice:
-    for choice in choices:
-        if choice == value:
-            return choice
-    raise ValueError(f"{what} is {value!r}, not one of {', '.join(map(str, choices))}")

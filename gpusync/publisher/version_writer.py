@@ -14,7 +14,8 @@ from gpusync.format.digest import digest_of, fingerprint
 from gpusync.format.header import build_header
 from gpusync.format.index import INDEX_NAME, MANIFEST_NAME, build_manifest, parse_index
 from gpusync.published.source import Source, SourceVersion
-from gpusync.publisher.diff import DeltaOptions, TensorDelta, TensorDiff, diff_tensors
+from gpusync.publisher.delta_options import DeltaOptions
+from gpusync.publisher.diff import TensorDelta, TensorDiff, diff_tensors
 from gpusync.publisher.publication import (
     PendingVersion,
     callers_errors,

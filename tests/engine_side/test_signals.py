@@ -123,9 +123,7 @@ finally:
 STAGES = ("materialize", "decode", "prepared", "commit", "committed", "finish")
 
 
-def run_engine(
-    warm: Warm, stream: wire.Stream, stage: str, how: str, where: str = "main"
-) -> Ended:
+def run_engine(warm: Warm, stream: wire.Stream, stage: str, how: str, where: str = "main") -> Ended:
     arguments = (stream.local, stream.base, stream.source, "cpu", stage, how, where)
     ended = warm.run(ENGINE, *arguments)
     counted["SIGTERMs"] += 1

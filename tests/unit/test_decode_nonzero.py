@@ -126,7 +126,8 @@ def split(content: bytes, nbytes: int) -> Iterator[bytes]:
 
 def runs(content: bytes) -> bytes:
     """The publisher's own frame, where it makes one."""
-    return compress_runs(np.frombuffer(content, np.uint8)) or compress(content)
+    (frame,) = compress_runs(np.frombuffer(content, np.uint8), len(content))
+    return frame or compress(content)
 
 
 FRAMINGS: dict[str, Callable[[bytes], bytes]] = {

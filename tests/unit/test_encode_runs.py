@@ -63,9 +63,14 @@ def runs(lengths: Iterable[int], values: Iterable[int], nbytes: int) -> Bytes:
     return content
 
 
+def one_frame(content: Bytes) -> bytes | None:
+    (frame,) = compress_runs(content, content.size)
+    return frame
+
+
 def check(content: Bytes) -> bytes | None:
     """Return the frame, after every decoder has read the content in it."""
-    frame = compress_runs(content)
+    frame = one_frame(content)
     if frame is None:
         return None
     expected = content.tobytes()
@@ -130,7 +135,7 @@ def test_long_content_up_to_a_fifth_full(nbytes: int, density: float) -> None:
 
 @pytest.mark.parametrize("density", [0.4, 0.5, 1])
 def test_full_content_is_left_to_libzstd(density: float) -> None:
-    assert compress_runs(sparse(256 * KIB, density)) is None
+    assert one_frame(sparse(256 * KIB, density)) is None
 
 
 @fixed
@@ -288,7 +293,7 @@ def test_a_step_takes_less_than_with_libzstd(nbytes: int, density: float) -> Non
     ours = theirs = 0
     for begin in range(0, whole.size, nbytes):
         content = whole[begin : begin + nbytes]
-        frame = compress_runs(content)
+        frame = one_frame(content)
         assert frame is not None
         ours += len(frame)
         theirs += len(compress_single(content.data))
@@ -297,9 +302,9 @@ def test_a_step_takes_less_than_with_libzstd(nbytes: int, density: float) -> Non
 
 def test_a_frame_depends_on_its_content_alone() -> None:
     contents = [sparse(256 * KIB - 64 * n, 0.003 * n, 8 * n) for n in range(1, 17)]
-    alone = [compress_runs(content) for content in contents]
+    alone = [one_frame(content) for content in contents]
     with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(compress_runs, contents[::-1] * 4)) == alone[::-1] * 4
+        assert list(pool.map(one_frame, contents[::-1] * 4)) == alone[::-1] * 4
     assert None not in alone
 
 
@@ -308,12 +313,39 @@ def test_content_may_be_read_only_and_at_any_address() -> None:
     moved = np.zeros(content.size + 1, np.uint8)[1:]
     moved[:] = content
     moved.flags.writeable = False
-    assert compress_runs(moved) == compress_runs(content) is not None
+    assert one_frame(moved) == one_frame(content) is not None
 
 
 def test_nothing_and_too_much_are_left_to_libzstd() -> None:
-    assert compress_runs(np.zeros(0, np.uint8)) is None
-    assert compress_runs(np.zeros(MIB + 1, np.uint8)) is None
+    assert compress_runs(np.zeros(0, np.uint8), MIB) == []
+    assert compress_runs(np.zeros(MIB + 1, np.uint8), MIB + 1) == [None]
+
+
+@fixed
+@given(
+    nbytes=st.integers(1, 1000) | st.integers(64 * KIB, 9 * BLOCK),
+    frame_nbytes=st.sampled_from([64 * KIB, 64 * KIB + 1, 100_000, BLOCK + 64, 256 * KIB, MIB]),
+    densities=st.lists(st.sampled_from([0, 0.0001, 0.01, 0.2, 1]), min_size=1, max_size=5),
+)
+def test_frames_made_together_are_those_made_alone(
+    nbytes: int, frame_nbytes: int, densities: list[float]
+) -> None:
+    """Some of them left to libzstd, at the end and in the middle, and of lengths that are no whole lines."""
+    payload = np.zeros(nbytes, np.uint8)
+    begins = range(0, nbytes, frame_nbytes)
+    pieces = [payload[begin : begin + frame_nbytes] for begin in begins]
+    for number, piece in enumerate(pieces):
+        piece[:] = sparse(piece.size, densities[number % len(densities)])
+    assert compress_runs(payload, frame_nbytes) == [one_frame(piece) for piece in pieces]
+
+
+@pytest.mark.parametrize("frame_nbytes", [64, 128, 192, 4096])
+def test_many_small_frames_keep_to_their_room(frame_nbytes: int) -> None:
+    """Their headers are more of them than of large ones; NUMBA_BOUNDSCHECK=1 looks as well."""
+    frames = MIB // frame_nbytes
+    payload = np.tile(sparse(frame_nbytes, 0.3, seed=3), frames)
+    alone = one_frame(payload[:frame_nbytes])
+    assert compress_runs(payload, frame_nbytes) == [alone] * frames
 
 
 @pytest.mark.parametrize("density", [0, 0.0001, 0.001, 0.01, 0.05])

@@ -33,8 +33,9 @@ from gpusync.errors import (
 from gpusync.format import encode
 from gpusync.format.index import MANIFEST_NAME, parse_manifest
 from gpusync.published.source import Source
-from gpusync.publisher import diff
-from gpusync.publisher.diff import ArrayBytes, DeltaOptions, TensorDiff, diff_tensors
+from gpusync.publisher import delta_options
+from gpusync.publisher.delta_options import DeltaOptions
+from gpusync.publisher.diff import ArrayBytes, TensorDiff, diff_tensors
 from gpusync.publisher.publication import publish_lock, worker_threads
 from gpusync.publisher.publish import PublishReport, publish_checkpoint
 from gpusync.types import Progress
@@ -65,7 +66,7 @@ def encoder_of_frames(request: pytest.FixtureRequest) -> Iterator[None]:
     """All of this module's tests run with either encoder of seekable frames."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param:
-            patch.setattr(diff, "_LARGE_CHECKPOINT_NBYTES", 0)
+            patch.setattr(delta_options, "_LARGE_CHECKPOINT_NBYTES", 0)
         yield
 
 
@@ -912,7 +913,7 @@ def test_progress_counts_to_its_total_and_may_stop_the_work(
 
 # ---- memory -------------------------------------------------------------------------------------------
 
-BIG = 16 << 20
+BIG = 32 << 20
 PARTS = 3
 
 
@@ -1027,7 +1028,7 @@ def test_where_loops_cannot_be_compiled_libzstd_makes_the_frames(
     def broken(module: str) -> None:
         raise ImportError("numba needs another numpy")
 
-    monkeypatch.setattr(diff, "_LARGE_CHECKPOINT_NBYTES", 0)
+    monkeypatch.setattr(delta_options, "_LARGE_CHECKPOINT_NBYTES", 0)
     monkeypatch.setattr(encode, "compile_loops", broken)
     encode.can_make_runs.cache_clear()
     try:

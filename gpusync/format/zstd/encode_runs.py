@@ -68,65 +68,130 @@ _ML_CODES = _codes_by_length(MATCH_LENGTH_BASELINES, 128)
 
 
 class _Room:
-    """Room for what becomes of so many bytes of content; arguments of ``_encode``."""
+    """Room for what becomes of so many frames of so many bytes of content; arguments of ``_encode``."""
 
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-        blocks = -(-nbytes // BLOCK_NBYTES)
+    def __init__(self, frames: int, frame_nbytes: int) -> None:
+        self.frames, self.frame_nbytes = frames, frame_nbytes
+        blocks = -(-frame_nbytes // BLOCK_NBYTES)
         self.lists = np.empty(int(_LINES_END) + BLOCK_NBYTES // 8, np.uint32)
-        self.literals: Bytes = np.empty(nbytes + 8, np.uint8)
-        self.sequences: Numbers = np.empty(nbytes // (1 + _SHORTEST_RUN_NBYTES) + 8, np.uint64)
+        self.literals: Bytes = np.empty(frame_nbytes + 8, np.uint8)
+        shortest = 1 + _SHORTEST_RUN_NBYTES
+        self.sequences: Numbers = np.empty(frame_nbytes // shortest + 8, np.uint64)
         self.ends: Numbers = np.empty((blocks, 2), np.uint64)
         self.tables = np.empty((4, ROWS, COLUMNS), np.uint64)
-        # Codes of literals have up to 11 bits, and only behind a block is it seen that it takes more than its content.
-        self.frame: Numbers = np.empty((nbytes + 2 * BLOCK_NBYTES) // 8, np.uint64)
-        self.frame_bytes: Bytes = self.frame.view(np.uint8)
+        self.places: Numbers = np.empty((frames, 2), np.uint64)
+        # A frame takes no more than its content and a line: its header, 3 bytes a block, and what is left of a word. But codes of
+        # literals have up to 11 bits, and only behind a block is it seen that it takes more than its content.
+        nbytes = frames * (frame_nbytes + _LINE_NBYTES) + 2 * BLOCK_NBYTES
+        self.output: Numbers = np.empty(nbytes // 8, np.uint64)
+        self.output_bytes: Bytes = self.output.view(np.uint8)
 
 
 class _PerThread(threading.local):
-    room = _Room(0)
+    room = _Room(0, 0)
 
 
 _local = _PerThread()
 
 
-def compress_runs(content: Bytes) -> bytes | None:
-    """Return content as one zstd frame with its size in the header, without checksum and dictionary.
+def compress_runs(payload: Bytes, frame_nbytes: int) -> list[bytes | None]:
+    """Return a payload as zstd frames with their sizes in the headers, without checksum and dictionary.
 
     Parameters
     ----------
-    content
+    payload
         Contiguous, of any size and at any address.
+    frame_nbytes
+        Content of every frame but the last, which may be shorter.
 
     Returns
     -------
-    bytes or None
-        None where libzstd is the better choice: more than 1 MiB, or too few bytes that are 0, or too few bytes at all.
+    list
+        None for a frame that libzstd is the better choice for: more than 1 MiB, or too few bytes that are 0, or too few bytes
+        at all.
     """
-    nbytes = content.size
-    if not 0 < nbytes <= MAX_CONTENT_NBYTES:
-        return None
+    frames = -(-payload.size // frame_nbytes)
+    if frame_nbytes > MAX_CONTENT_NBYTES:
+        return [None] * frames
+    if frames > 1 and frame_nbytes % _LINE_NBYTES:
+        begins = range(0, payload.size, frame_nbytes)
+        pieces = [payload[begin : begin + frame_nbytes] for begin in begins]
+        return [compress_runs(piece, piece.size)[0] for piece in pieces]
+    nbytes = payload.size
     if nbytes % _LINE_NBYTES:
         padded = np.zeros(-(-nbytes // _LINE_NBYTES) * _LINE_NBYTES, np.uint8)
-        padded[:nbytes] = content
-        content = padded
-    if _local.room.nbytes < nbytes:
-        _local.room = _Room(nbytes)
+        padded[:nbytes] = payload
+        payload = padded
     room = _local.room
-    words = content.view(np.uint64)
-    size = _encode(
-        words, nbytes, room.lists, room.literals, room.sequences, room.ends, room.tables, room.frame
+    if frames > room.frames or frame_nbytes > room.frame_nbytes:
+        room = _Room(max(frames, room.frames), max(frame_nbytes, room.frame_nbytes))
+        _local.room = room
+    places = room.places[:frames]
+    _encode(
+        payload.view(np.uint64),
+        nbytes,
+        frame_nbytes,
+        room.lists,
+        room.literals,
+        room.sequences,
+        room.ends,
+        room.tables,
+        room.output,
+        places,
     )
-    return room.frame_bytes[:size].tobytes() if size else None
+    out = room.output_bytes
+    return [out[begin:end].tobytes() or None for begin, end in places.tolist()]
 
 
 @compiled(
-    "uint64(Array(uint64, 1, 'C', readonly=True, aligned=False), uint64, uint32[::1], uint8[::1], uint64[::1],"
-    " uint64[:, ::1], uint64[:, :, ::1], uint64[::1])"
+    "void(Array(uint64, 1, 'C', readonly=True, aligned=False), uint64, uint64, uint32[::1], uint8[::1], uint64[::1],"
+    " uint64[:, ::1], uint64[:, :, ::1], uint64[::1], uint64[:, ::1])"
 )
 def _encode(
     words: Numbers,
     nbytes: int,
+    frame_nbytes: int,
+    lists: NDArray[np.uint32],
+    literals: Bytes,
+    sequences: Numbers,
+    ends: Numbers,
+    tables: NDArray[np.uint64],
+    output: Numbers,
+    places: Numbers,
+) -> None:
+    """Write the frames of ``nbytes`` of content.
+
+    Parameters
+    ----------
+    words
+        The content, and zeros behind it up to the end of a line.
+    frame_nbytes
+        Whole lines, where there is more than one frame.
+    lists
+        Room for places of a block's lines and words.
+    literals, sequences, ends, tables
+        Room for one frame, as ``write_frame`` takes them.
+    output
+        Takes the frames, each from a whole word on.
+    places
+        Takes where in the output, in bytes, each frame begins and ends: at the same place where libzstd should do it.
+    """
+    at = _U64(0)
+    for number in range(_U64(places.shape[0])):
+        begin = number * _U64(frame_nbytes)
+        size = min(_U64(frame_nbytes), _U64(nbytes) - begin)
+        content = words[begin // _U64(8) :]
+        frame = output[at // _U64(8) :]
+        end = at + _encode_frame(content, size, lists, literals, sequences, ends, tables, frame)
+        places[number, 0] = at
+        places[number, 1] = end
+        at = (end + _U64(7)) & ~_U64(7)
+
+
+@part
+def _encode_frame(
+    words: Numbers,
+    size: np.uint64,
     lists: NDArray[np.uint32],
     literals: Bytes,
     sequences: Numbers,
@@ -134,18 +199,7 @@ def _encode(
     tables: NDArray[np.uint64],
     frame: Numbers,
 ) -> np.uint64:
-    """Write the frame of ``nbytes`` of content, and return its size, or 0 where libzstd should do it.
-
-    Parameters
-    ----------
-    words
-        The content, and zeros behind it up to the end of a line.
-    lists
-        Room for places of a block's lines and words.
-    literals, sequences, ends, tables, frame
-        As ``write_frame`` takes them.
-    """
-    size = _U64(nbytes)
+    """Write the frame of so many bytes of content, and return its size, or 0 where libzstd should do it."""
     literals_end = sequences_end = filled = _U64(0)
     for block in range((size + _BLOCK - _U64(1)) // _BLOCK):
         begin = block * _BLOCK
