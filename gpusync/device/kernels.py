@@ -10,7 +10,16 @@ import numpy as np
 
 from gpusync.errors import MissingDependencyError
 
-UNITS = ("common.cu", "xxh3.cu", "layers.cu", "changes.cu", "rows.cu", "commit.cu", "guards.cu")
+UNITS = (
+    "common.cu",
+    "xxh3.cu",
+    "xxh3_finish.cu",
+    "layers.cu",
+    "changes.cu",
+    "rows.cu",
+    "commit.cu",
+    "guards.cu",
+)
 """The files of ``kernels/``, in the order in which they are joined."""
 
 TILE_NBYTES = 65536
