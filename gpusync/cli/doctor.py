@@ -63,7 +63,7 @@ class Diagnosis(Report):
     memlock_bytes
         Limit on locked memory, None for no limit.
     device
-        "cuda" where a model on a GPU is updated there, else "cpu". A model on the CPU is updated on the CPU.
+        "cuda" where a model on a GPU can be updated in place, else "cpu". A model on the CPU is updated on the CPU.
     why_not_more
         What is missing for the paths that cannot be taken: "cuda", and "emulated" for tests.
     abilities

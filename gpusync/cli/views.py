@@ -129,7 +129,11 @@ def show_diagnosis(found: Diagnosis) -> None:
         if ability.install is not None:
             print_line(f"     {ability.install}")
     print_line("")
-    print_line(f"a model on a GPU is updated by: {found.device}")
+    print_line(
+        "a model on a GPU: updated in place, by cuda"
+        if found.device == "cuda"
+        else "a model on a GPU: not updated in place here; pull, and let the engine reload"
+    )
     for warning in found.warnings:
         for line in wrap(f"warning: {warning}", 80, subsequent_indent="  "):
             print_line(line)

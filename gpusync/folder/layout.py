@@ -146,7 +146,9 @@ def unreadable(
         )
     if err.errno == errno.EFBIG:
         return IndexFormatError(
-            f"{where} is too large: {err.strerror}", version=version, file=path.name
+            f"{where} is too large: {err.strerror} (GPUSYNC_MAX_INDEX_BYTES)",
+            version=version,
+            file=path.name,
         )
     if err.errno in (errno.EINVAL, errno.ENXIO, errno.ELOOP):
         return HeaderFormatError(

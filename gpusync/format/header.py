@@ -82,7 +82,10 @@ def parse_header_nbytes(first8: bytes, *, file_nbytes: int, file: str, max_bytes
         )
     if nbytes > max_bytes:
         raise HeaderFormatError(
-            "the header's length is over the cap", file=file, expected=max_bytes, got=nbytes
+            "the header's length is over the cap (GPUSYNC_MAX_HEADER_BYTES)",
+            file=file,
+            expected=max_bytes,
+            got=nbytes,
         )
     if LENGTH_NBYTES + nbytes > file_nbytes:
         raise SourceNotReadyError(

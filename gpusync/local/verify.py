@@ -91,7 +91,7 @@ def verify(
                 return report
             if source_dir is None:
                 raise ChainError(
-                    "repair needs the published versions: give source_dir",
+                    "repair needs the published versions: give source_dir (--source)",
                     tensor=found.bad[0].tensor,
                 )
             return _repair(chain, opened, found, report, clock, progress)

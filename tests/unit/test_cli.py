@@ -265,6 +265,23 @@ def test_inspect_holds_blobs_against_the_manifest(
     assert "manifest" in row["problem"]
 
 
+@pytest.mark.parametrize("setting", ["GPUSYNC_MAX_INDEX_BYTES", "GPUSYNC_MAX_HEADER_BYTES"])
+def test_a_cap_that_is_exceeded_names_the_setting_that_raises_it(
+    stream: wire.Stream,
+    setting: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stream.delta()
+    monkeypatch.setenv(setting, "10")
+    folders = ["--local", str(stream.local), "--base", str(stream.base)]
+    arguments = ["pull", *folders, "--source", str(stream.source), "--target", "1"]
+    code, document = run_json(capsys, arguments)
+    assert code == 4
+    assert "over the cap" in document["message"]
+    assert setting in document["message"]
+
+
 def test_verify_exits_with_4_until_repaired(
     stream: wire.Stream, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -281,6 +298,9 @@ def test_verify_exits_with_4_until_repaired(
     assert cli.main(["verify", str(stream.local)]) == 4
     shown = capsys.readouterr()
     assert "b.lut" in shown.out and "--repair --source" in shown.err
+    code, document = run_json(capsys, ["verify", str(stream.local), "--repair"])
+    assert code == 4
+    assert "--source" in document["message"]
     folders = ["--source", str(stream.source), "--base", str(stream.base)]
     code, document = run_json(capsys, ["verify", str(stream.local), "--repair", *folders])
     assert code == 0
@@ -345,7 +365,9 @@ def test_warmup_of_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_doctor_shows_a_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", str(tmp_path)]) == 0
-    assert "models on CUDA devices" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "models on CUDA devices" in shown
+    assert "a model on a GPU: not updated in place here" in shown
     code, document = run_json(capsys, ["doctor", str(tmp_path)])
     assert (code, document["device"]) == (0, "cpu")
     assert document["folders"][0]["path"] == os.path.realpath(tmp_path)
