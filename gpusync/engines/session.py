@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -148,8 +149,9 @@ class Session:
         job = Future[Update]()
         if background:
             thread = Thread(target=_run, args=(job, build), name="gpusync-prepare", daemon=True)
-            thread.start()
+            # A signal's exception may come as soon as it has started.
             _background.add(thread)
+            thread.start()
         else:
             _run(job, build)
             job.result()
@@ -265,10 +267,11 @@ def _end_background() -> None:
     """Let updates that are being prepared end, where they can.
 
     Python stops daemon threads in its own way, and one that is in torch's code then aborts the process. They end soon: no pool
-    takes tasks any more. One that waits for a mount or for other ranks is left alone.
+    takes tasks any more. Those that wait for a mount or for other ranks are left alone, however many they are.
     """
-    for thread in list(_background):
-        thread.join(_END_SECONDS)
+    deadline = time.monotonic() + _END_SECONDS
+    for thread in filter(Thread.is_alive, list(_background)):
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 @contextmanager
