@@ -237,8 +237,9 @@ class TensorDiff:
             if stream is not None:
                 self._parts[number] = stream.compress(delta.data)
             elif options.blob_framing == "seekable":
-                encode = options.encode(delta) if is_changed else options.encode_zeros(delta.size)
-                self._parts[number] = encode
+                self._parts[number] = (
+                    options.encode(delta) if is_changed else options.encode_zeros(delta.size)
+                )
         if is_changed:
             self._changed = True
 

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -346,6 +347,17 @@ def test_many_small_frames_keep_to_their_room(frame_nbytes: int) -> None:
     payload = np.tile(sparse(frame_nbytes, 0.3, seed=3), frames)
     alone = one_frame(payload[:frame_nbytes])
     assert compress_runs(payload, frame_nbytes) == [alone] * frames
+
+
+def test_room_for_large_frames_and_for_many_small_ones_is_not_room_for_many_large_ones() -> None:
+    content = sparse(MIB, 0.01)
+    tracemalloc.start()
+    try:
+        with ThreadPoolExecutor(1) as pool:  # a thread that has no room yet
+            list(pool.map(compress_runs, [content] * 3, [MIB, 64, MIB]))
+        assert tracemalloc.get_traced_memory()[1] < 16 * MIB
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("density", [0, 0.0001, 0.001, 0.01, 0.05])

@@ -107,8 +107,8 @@ def compress_runs(payload: Bytes, frame_nbytes: int) -> list[bytes | None]:
     Returns
     -------
     list
-        None for a frame that libzstd is the better choice for: more than 1 MiB, or too few bytes that are 0, or too few bytes
-        at all.
+        None for a frame that libzstd is the better choice for: too few bytes that are 0, or too few bytes at all. None for
+        all, where ``frame_nbytes`` is more than 1 MiB.
     """
     frames = -(-payload.size // frame_nbytes)
     if frame_nbytes > MAX_CONTENT_NBYTES:
@@ -124,8 +124,8 @@ def compress_runs(payload: Bytes, frame_nbytes: int) -> list[bytes | None]:
         payload = padded
     room = _local.room
     if frames > room.frames or frame_nbytes > room.frame_nbytes:
-        room = _Room(max(frames, room.frames), max(frame_nbytes, room.frame_nbytes))
-        _local.room = room
+        # Not the most of each so far: many small frames, each with room for a large one, would be gigabytes.
+        room = _local.room = _Room(frames, frame_nbytes)
     places = room.places[:frames]
     _encode(
         payload.view(np.uint64),
