@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -155,7 +155,7 @@ def attach_first(model: torch.nn.Module, chain: Chain, loading: Loading) -> Live
     Raises
     ------
     PlacementError
-        The model holds neither.
+        The model holds neither; the reasons are those of the folder from which fewer tensors differ.
     CheckpointIOError
         The local checkpoint cannot be read: nothing says that the model is not of it.
     """
@@ -175,7 +175,7 @@ def attach_first(model: torch.nn.Module, chain: Chain, loading: Loading) -> Live
         keep_state(model, state)
         return state
     if failures:
-        raise failures[-1]
+        raise _nearest(failures)
     if loading.load_weights is not None:
         raise PlacementError(
             "a placement by the model's loader takes a checkpoint or base that says which tensors there are"
@@ -183,6 +183,15 @@ def attach_first(model: torch.nn.Module, chain: Chain, loading: Loading) -> Live
     state = LiveState(Marker(0))
     keep_state(model, state)
     return state
+
+
+def _nearest(failures: Sequence[Exception]) -> Exception:
+    """Return the refusal that says most: one bad tensor of the right folder, not all those of another version."""
+    last = failures[-1]
+    if not isinstance(last, PlacementError):
+        return last
+    refusals = [each for each in failures if isinstance(each, PlacementError) and each.reasons]
+    return min(reversed(refusals), key=lambda each: len(each.reasons), default=last)
 
 
 def _refuse_differing(state: LiveState) -> None:

@@ -268,6 +268,22 @@ def test_attach_does_not_take_the_marker_of_the_swap_that_came_between(
     assert gpusync.live_version(model) is None
 
 
+@pytest.mark.parametrize("held", [0, 1])
+def test_a_first_update_names_the_tensor_that_is_wrong_and_the_folder_it_is_wrong_against(
+    two: wire.Stream, held: int
+) -> None:
+    """Against the folder of the other version all that was published differs: true, and no help."""
+    pull(two, 1)
+    folder = (two.base, two.local)[held]
+    model = model_at(two, held)
+    with torch.no_grad():
+        model.get_parameter("a.weight").zero_()
+    with pytest.raises(PlacementError) as caught:
+        gpusync.apply_to_model(model, open_chain(two, 2))
+    assert list(caught.value.reasons) == ["a.weight"]
+    assert f" {folder} at byte" in caught.value.reasons["a.weight"]
+
+
 def test_a_refused_commit_does_not_wait_for_the_folder(two: wire.Stream) -> None:
     model = model_at(two, 1)
     update = gpusync.prepare(model, open_chain(two, 2))
