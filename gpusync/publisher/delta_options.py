@@ -23,7 +23,7 @@ from gpusync.types import ALGORITHMS, ENCODINGS, Algorithm, Encoding, Framing
 
 FRAMINGS: tuple[Framing, ...] = ("seekable", "single")
 
-# 1 MiB takes a publisher some 7 % more time, of threads that pass the interpreter on; 4 MiB no less.
+# With 1 MiB publishing takes some 7 % longer, for each block hands the interpreter's lock over; with 4 MiB no less.
 _BLOCK_NBYTES = 2 << 20
 # The encoder of runs is compiled once on a machine, for some ten seconds: small models are published before.
 _LARGE_CHECKPOINT_NBYTES = 256 << 20
